@@ -1,0 +1,171 @@
+"""What is installed here, whether training can run on it, and the commands that install what is missing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ort_accel
+from ort_accel.errors import RuntimeMissingError
+from ort_accel.runtime import flavor
+from ort_accel.runtime.kernels import FUSED, RECENT, TRAINING
+
+_OPTIONAL = ("deepspeed",)
+_EXTRAS = ("deepspeed", *flavor.EXTRAS.values())
+_TRAINING_PYTHONS = ((3, 11), (3, 12))
+"""From which Python on, and below which, onnxruntime-training 1.19.2 has wheels and ort_accel runs."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What PyTorch computes on."""
+
+    cpu_threads: int
+    cuda: tuple[str, ...]
+    """The name of each CUDA device."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The ONNX Runtime and what it said when it was asked."""
+
+    flavor: flavor.Flavor
+    usable_providers: tuple[str, ...]
+    kernels: dict[str, dict[str, bool]]
+    """Under `training`, `fused` and `recent`: whether each kernel runs on the CPU."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Everything that `ort-accel env` says."""
+
+    python: str
+    platform: str
+    versions: dict[str, str | None]
+    """The version of each package that ort_accel needs or can use; None where it is missing."""
+    runtime: Runtime | None
+    devices: Devices | None
+    blockers: tuple[str, ...]
+    """What keeps training from running, each with the command that mends it."""
+    warnings: tuple[str, ...]
+    """What is outside of the supported range, or leaves a device unused."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        return {"can_train": not self.blockers, **asdict(self)}
+
+
+def look_around() -> Environment:
+    """Ask Python, the packages, ONNX Runtime and PyTorch. Whatever is missing is an entry, never an exception."""
+    blockers: list[str] = []
+    warnings: list[str] = []
+    versions = _versions(blockers, warnings)
+    runtime = _runtime(blockers)
+    devices = _devices(blockers) if versions.get("torch") else None
+    if runtime:
+        warnings += _python_warnings(runtime.flavor)
+        warnings += _device_warnings(runtime, devices)
+    return Environment(
+        python=platform.python_version(),
+        platform=platform.platform(),
+        versions=versions,
+        runtime=runtime,
+        devices=devices,
+        blockers=tuple(blockers),
+        warnings=tuple(warnings),
+    )
+
+
+def _versions(blockers: list[str], warnings: list[str]) -> dict[str, str | None]:
+    from packaging.requirements import Requirement
+
+    versions: dict[str, str | None] = {"ort-accel": ort_accel.__version__}
+    for requirement in map(Requirement, _requirements()):
+        marker = requirement.marker
+        if marker and not any(marker.evaluate({"extra": extra}) for extra in _EXTRAS):
+            continue
+        name, allowed = requirement.name, requirement.specifier
+        version = _installed_version(name)
+        if name in _OPTIONAL or marker is None:
+            versions[name] = version
+        if version is None and marker is None:
+            blockers.append(f'{name} is not installed; `pip install "{name}{allowed}"`')
+        elif version is not None and not allowed.contains(version, prereleases=True):
+            warnings.append(
+                f'{name} {version} is not in the supported range {allowed}; `pip install "{name}{allowed}"`'
+            )
+    return versions
+
+
+def _requirements() -> list[str]:
+    """The requirements of ort_accel: of the installed package, or of the checkout that it runs from."""
+    project = Path(ort_accel.__file__).parent.parent / "pyproject.toml"
+    if not project.is_file():
+        return importlib.metadata.requires("ort-accel") or []
+    table = tomllib.loads(project.read_text("utf-8"))["project"]
+    optional = [f'{line}; extra == "{extra}"' for extra in _EXTRAS for line in table["optional-dependencies"][extra]]
+    return [*table["dependencies"], *optional]
+
+
+def _installed_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _runtime(blockers: list[str]) -> Runtime | None:
+    if _installed_version("onnx") is None and len(flavor.installed_distributions()) == 1:
+        return None  # without onnx no question can be put, and onnx is among the blockers already
+    try:
+        found = flavor.installed_runtime()
+    except RuntimeMissingError as error:
+        blockers.append(str(error))
+        return None
+    groups = {"training": TRAINING, "fused": FUSED, "recent": RECENT}
+    usable = tuple(provider for provider in found.providers if flavor.provider_runs(provider))
+    return Runtime(found, usable, {group: flavor.kernels(names) for group, names in groups.items()})
+
+
+def _devices(blockers: list[str]) -> Devices | None:
+    try:
+        torch = importlib.import_module("torch")
+        names = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        return Devices(torch.get_num_threads(), names)
+    except Exception as error:  # a broken installation may raise anything
+        blockers.append(
+            f"torch cannot be imported ({' '.join(str(error).split())}); `pip install --force-reinstall torch`"
+        )
+        return None
+
+
+def _python_warnings(found: flavor.Flavor) -> list[str]:
+    first, beyond = _TRAINING_PYTHONS
+    version = tuple(map(int, platform.python_version_tuple()[:2]))
+    if version < first:
+        return [
+            f"Python {platform.python_version()} is older than {first[0]}.{first[1]}, which ort_accel is written for"
+        ]
+    if version >= beyond and found.distribution.startswith("onnxruntime-training"):
+        return [f"{found.distribution} {found.version} was not released for Python {platform.python_version()}"]
+    return []
+
+
+def _device_warnings(runtime: Runtime, devices: Devices | None) -> list[str]:
+    has_cuda = "CUDAExecutionProvider" in runtime.usable_providers
+    if devices and devices.cuda and not has_cuda:
+        found = runtime.flavor
+        if "CUDAExecutionProvider" in found.providers:
+            return [
+                f"{found.distribution} was built for CUDA, but its CUDA provider does not load; install CUDA and cuDNN"
+            ]
+        swap = f'`pip uninstall -y {found.distribution}` and then `pip install "ort-accel[gpu]"`'
+        return [f"there is a CUDA device, but {found.distribution} cannot use it; {swap}"]
+    if devices and not devices.cuda and has_cuda:
+        return ["ONNX Runtime can use CUDA, but PyTorch sees no device; install a CUDA build of torch"]
+    return []

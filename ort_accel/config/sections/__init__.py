@@ -1,0 +1,27 @@
+"""One file a section of the YAML, of the section's name."""
+
+from ort_accel.config.sections.compute import Compute, Triton, Tuning
+from ort_accel.config.sections.density import Density
+from ort_accel.config.sections.distributed import Distributed, LoadBalancing
+from ort_accel.config.sections.engine import Engine
+from ort_accel.config.sections.memory import Memory
+from ort_accel.config.sections.observe import ActivationStatistics, Observe
+from ort_accel.config.sections.optimizer import Fp16, Optimizer
+from ort_accel.config.sections.precision import CastPropagation, Precision
+
+__all__ = [
+    "ActivationStatistics",
+    "CastPropagation",
+    "Compute",
+    "Density",
+    "Distributed",
+    "Engine",
+    "Fp16",
+    "LoadBalancing",
+    "Memory",
+    "Observe",
+    "Optimizer",
+    "Precision",
+    "Triton",
+    "Tuning",
+]

@@ -1,0 +1,73 @@
+"""`compute:` doing less work, and doing the rest with the fastest kernel."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ort_accel.config.values import FilePath, Section, Switch
+
+
+class Triton(Section):
+    """Generated kernels for element-wise and reduction parts (cuda only)."""
+
+    enabled: Switch = "auto"
+    """Whether Triton kernels are generated. `auto` does so on cuda when the `triton` package is there."""
+
+    ops_file: FilePath | None = None
+    """A JSON file that lists the ONNX operators to generate kernels for, with versions and conditions. `null` takes all
+    that are supported."""
+
+    debug: bool = False
+    """Keep the generated kernels' source beside the saved models."""
+
+
+class Tuning(Section):
+    """Measuring alternatives on the real shapes and keeping the fastest."""
+
+    enabled: bool = False
+    """Time ONNX Runtime against PyTorch for each part that both can run, and keep the faster one. Worth its seconds on
+    long runs."""
+
+    max_duration_ms: Annotated[int, Field(ge=0, le=3_600_000)] = 0
+    """The most time that measuring may take in all; 0 sets no limit. Parts not reached keep the default choice."""
+
+    results: FilePath | None = None
+    """A file to load earlier measurements from, if it is there, and to save new ones to. They hold for the same graph,
+    machine and versions only."""
+
+
+class Compute(Section):
+    """Doing less work, and doing the rest with the fastest kernel."""
+
+    upstream: bool = True
+    """Move slices, gathers and reshapes up towards the inputs, through whatever works row by row, so that rows that are
+    thrown away later are not computed."""
+
+    fusions: Switch = "auto"
+    """Join neighbouring operators into one kernel. `auto` joins where that was measured to be faster; `false` helps to
+    hunt a numerical difference."""
+
+    attention: Literal["auto", "fused", "flash", "efficient", "products"] = "auto"
+    """How `scaled_dot_product_attention` runs. `fused` keeps it one node that PyTorch's own kernel runs, `flash` and
+    `efficient` insist on that variant, `products` writes it as matrix products and a softmax, which keeps it inside
+    ONNX Runtime. `auto` chooses by sequence length."""
+
+    conv_algorithm: Literal["default", "heuristic", "exhaustive"] = "heuristic"
+    """How cuDNN picks convolution kernels (cuda only): `exhaustive` tries all on the first step, for vision models that
+    train long."""
+
+    loss_only: Switch = "auto"
+    """In training, compute the loss without keeping the logits when nobody reads them. `auto` finds out; `true`
+    refuses a training set-up that reads them, `false` always makes them."""
+
+    loss_in_graph: Switch = "auto"
+    """Compile a loss that is computed outside of the model (label smoothing, `compute_loss_func`) together with it.
+    `auto` does so when the Trainer owns that loss."""
+
+    triton: Triton = Triton()
+    """Generated kernels for element-wise and reduction parts (cuda only)."""
+
+    tuning: Tuning = Tuning()
+    """Measuring alternatives on the real shapes and keeping the fastest."""

@@ -1,0 +1,33 @@
+"""`density:` not computing what padding and ignored labels make useless."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ort_accel.config.values import Section, Switch
+
+
+class Density(Section):
+    """Not computing what padding and ignored labels make useless. Results stay exactly those of the full
+    computation."""
+
+    labels: Switch = "auto"
+    """Compute loss and head only for the tokens whose label is not ignored. `auto` does so while the share of labelled
+    tokens is below `threshold`; `true` does so always; `false` never."""
+
+    padding: Switch = "auto"
+    """Compute token-wise work only for tokens that are not padding. `auto` does so while the share of real tokens is
+    below `threshold` and the model is shown not to read padded positions; `true` makes it an error if that cannot be
+    shown."""
+
+    threshold: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    """The density below which `auto` skips. Lower it if batches near the threshold run faster dense."""
+
+    inspect: bool = False
+    """Print the density table: for every input, how many of its tokens count. Use it to see what skipping or packing
+    would gain before switching anything on."""
+
+    inspect_every: Annotated[int, Field(ge=1)] = 10
+    """Print the density table every so many steps."""

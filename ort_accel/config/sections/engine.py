@@ -1,0 +1,84 @@
+"""`engine:` which ONNX Runtime runs the model, and what happens where it cannot."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ort_accel.config.values import FilePath, Section, Switch
+
+OperatorName = Annotated[str, Field(pattern=r"^\w+\.\w+(\.\w+)?$", examples=["aten.gelu"])]
+
+
+class Engine(Section):
+    """Which ONNX Runtime runs the model, and what happens where it cannot."""
+
+    enabled: bool = True
+    """Run forward and backward on ONNX Runtime. `false` leaves the model plain PyTorch, whatever else the file says;
+    use it to compare with one changed line."""
+
+    runtime: Literal["auto", "onnxruntime", "onnxruntime-training"] = "auto"
+    """The onnxruntime that must be installed. `auto` takes the one that is there. Name one to make a wrong environment
+    an error instead of a slower run."""
+
+    provider: Literal["auto", "cpu", "cuda"] = "auto"
+    """The execution provider. `auto` follows the device of the model's parameters."""
+
+    provider_options: dict[str, str | int | float | bool] = {}
+    """Options handed to the named provider as they are, such as `{gpu_mem_limit: 8589934592}` for cuda.
+    Needs `provider` to be named."""
+
+    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    """Threads that ONNX Runtime computes with. `auto` takes as many as PyTorch has (`torch.get_num_threads()`).
+    Lower it when several processes share a machine."""
+
+    dynamic_shapes: Switch = "auto"
+    """Whether one compiled graph serves all sizes. `auto` compiles for the first shape, then once more with every size
+    that was seen to change kept open. `true` keeps sizes open from the start; `false` compiles each shape on its own,
+    for runs whose shapes never change."""
+
+    fallback: Literal["warn", "report", "error"] = "warn"
+    """What to do with parts that ONNX Runtime cannot run. PyTorch runs them; `warn` says so once in the log, `report`
+    only in the report, `error` stops with a list of all of them. Choose `error` when every operator must be
+    accelerated."""
+
+    fallback_retry: bool = True
+    """After a part failed at run time (out of memory, say) and PyTorch took it over, try ONNX Runtime again on the next
+    step. `false` leaves that part to PyTorch for the rest of the run."""
+
+    run_in_pytorch: Annotated[tuple[OperatorName, ...], Field(strict=False)] = ()
+    """Operators that PyTorch must run, as they are named in the report (`aten.gelu`, `aten.topk.default`). Use it to
+    take one suspected operator out when hunting a difference."""
+
+    opset: Literal["auto"] | Annotated[int, Field(ge=17, le=25)] = "auto"
+    """The ONNX operator set of the models. `auto` takes the newest that the installed onnxruntime runs. Name one to
+    read the saved models with an older tool."""
+
+    cache_dir: FilePath | None = None
+    """A folder that keeps compiled models between runs, so that the next start is fast. It may be shared by processes;
+    `null` keeps nothing."""
+
+    save_onnx: FilePath | None = None
+    """A folder to write the ONNX models to, before and after optimization, for reading them in a viewer. `null` writes
+    none."""
+
+    onnx_prefix: Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=100, examples=["ort_accel"])] = "ort_accel"
+    """How the names of the files in `save_onnx` begin. Change it to tell several models in one folder apart."""
+
+    deterministic: Switch = "auto"
+    """Whether two runs with the same seed give the same bits. `auto` follows
+    `torch.are_deterministic_algorithms_enabled()`; `true` may cost speed on cuda."""
+
+    custom_autograd: bool = True
+    """Run `torch.autograd.Function`s inside the model with the backward that they define. `false` refuses a model that
+    has one."""
+
+    allow_checkpoint: bool = True
+    """Accept `torch.utils.checkpoint` (gradient checkpointing) inside the model. `false` makes it an error, for runs
+    where `memory` alone should decide what is recomputed."""
+
+    skip_checks: bool = False
+    """Stop checking, once everything is compiled, that inputs, frozen parameters and modes are what was compiled for.
+    Saves microseconds a step; a model that changes afterwards gives wrong results without a word, so leave it off
+    unless steps are tiny and nothing changes."""

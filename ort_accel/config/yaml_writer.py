@@ -1,0 +1,39 @@
+"""Writing plain data as YAML that reads back as the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ort_accel.config.scalars import write_scalar
+
+_LONGEST_SIMPLE_KEY = 500
+"""A reader gives up on `key: value` when the key is very long; `? key` has no such limit."""
+
+
+def to_yaml(data: Mapping[str, Any]) -> str:
+    """One key a line, maps indented, lists in brackets."""
+    return "".join(f"{line}\n" for line in _lines(data)) or "{}\n"
+
+
+def flow(value: Any) -> str:
+    """A value on one line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{write_scalar(key)}: {flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    return write_scalar(value)
+
+
+def _lines(data: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in data.items():
+        text = write_scalar(key)
+        start = f"{text}:"
+        if len(text) > _LONGEST_SIMPLE_KEY:
+            yield f"? {text}"
+            start = ":"
+        if isinstance(value, Mapping) and value:
+            yield start
+            yield from (f"  {line}" for line in _lines(value))
+        else:
+            yield f"{start} {flow(value)}"

@@ -1,0 +1,40 @@
+"""Every error that a user of ort_accel can meet, under one root."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class OrtAccelError(Exception):
+    """The root of all errors raised on purpose. Its text says what failed, what was seen, and what to do."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake in a configuration, and where it is."""
+
+    path: str
+    """The dotted path of the key, empty for the file as a whole."""
+    message: str
+    """What is wrong; what is allowed; did you mean."""
+    source: str | None = None
+    """The file's name, `<stdin>`, or None for a configuration built in Python."""
+    line: int | None = None
+    column: int | None = None
+
+    def __str__(self) -> str:
+        place = [self.source or "config", *(str(number) for number in (self.line, self.column) if number is not None)]
+        return ": ".join(part for part in (":".join(place), self.path, self.message) if part)
+
+
+class ConfigError(OrtAccelError):
+    """A configuration that cannot be used, with every problem found in it, in the order of the file."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(map(str, self.problems)))
+
+
+class RuntimeMissingError(OrtAccelError, ImportError):
+    """No onnxruntime is installed, or more than one, so that nothing can be run."""

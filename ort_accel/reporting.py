@@ -1,0 +1,178 @@
+"""What was applied, what was refused and why, what ran where. A record only: `observe/` renders it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+
+class State(StrEnum):
+    """What became of a feature."""
+
+    APPLIED = "applied"
+    REFUSED = "refused"
+    OFF = "off"
+
+
+class Reason(StrEnum):
+    """Why PyTorch runs an operator."""
+
+    UNSUPPORTED_OP = "unsupported operator"
+    UNSUPPORTED_DTYPE = "unsupported dtype"
+    DATA_DEPENDENT = "data-dependent shape"
+    RANDOM = "random"
+    ATTENTION = "attention"
+    SLOWER = "slower by measurement"
+    SMALL = "too small to be worth a crossing"
+    MUTATION = "changes its input"
+    WISH = "asked for in the configuration"
+    FAILED = "failed in ONNX Runtime"
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether PyTorch runs it by design or because it is the better choice, not because ONNX Runtime cannot."""
+        return self in {Reason.RANDOM, Reason.ATTENTION, Reason.SLOWER, Reason.SMALL, Reason.WISH}
+
+
+class Runner(StrEnum):
+    """Who runs a segment."""
+
+    ORT = "onnxruntime"
+    PYTORCH = "pytorch"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature: applied with an effect that was measured, refused for a reason, or off."""
+
+    name: str
+    state: State
+    reason: str = ""
+    effect: str = ""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of neighbouring nodes that one runner executes."""
+
+    graph: str
+    """Which graph it is part of, such as `forward 0`."""
+    runner: Runner
+    ops: dict[str, int]
+    """How many nodes of each operator."""
+    flops: float = 0.0
+    """Floating point operations of its matrix products and convolutions, at the sizes it was compiled with."""
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes it has."""
+        return sum(self.ops.values())
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """An operator that PyTorch runs, why, and how many of its nodes."""
+
+    op: str
+    reason: Reason
+    count: int
+    detail: str = ""
+
+
+class Watcher(Protocol):
+    """Is told what is being done while it is done."""
+
+    def begin(self, phase: str, graph: str) -> None:
+        """A phase of start-up work begins, on a graph or, where that is empty, on no graph in particular."""
+
+    def end(self) -> None:
+        """The phase that began last ends."""
+
+
+@dataclass
+class Report:
+    """Everything that was decided and measured while a model was accelerated."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    """What was decided and measured with."""
+    features: dict[str, Feature] = field(default_factory=dict)
+    segments: list[Segment] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds of start-up work, by phase; a phase inside of another counts for itself only."""
+    counters: Counter[str] = field(default_factory=Counter)
+    """How often something happened: compilations, fusions by name, recompile limits hit."""
+    notes: list[str] = field(default_factory=list)
+    watchers: list[Watcher] = field(default_factory=list, repr=False, compare=False)
+    _fallbacks: Counter[tuple[str, Reason, str]] = field(default_factory=Counter)
+    _inner: list[float] = field(default_factory=list, repr=False, compare=False)
+    """For each phase that is open: the seconds of the phases inside of it."""
+
+    def applied(self, name: str, effect: str = "") -> None:
+        """Record that a feature is in effect, with its measured effect."""
+        self.features[name] = Feature(name, State.APPLIED, effect=effect)
+
+    def refused(self, name: str, reason: str) -> None:
+        """Record that a feature was wanted and is not in effect, and why."""
+        self.features[name] = Feature(name, State.REFUSED, reason=reason)
+
+    def off(self, name: str, reason: str = "") -> None:
+        """Record that a feature was not asked for."""
+        self.features[name] = Feature(name, State.OFF, reason=reason)
+
+    def fallback(self, op: str, reason: Reason, detail: str = "", count: int = 1) -> None:
+        """Record nodes that PyTorch runs."""
+        self._fallbacks[op, reason, detail] += count
+
+    def note(self, text: str) -> None:
+        """Record something a user should know; the same note is kept once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    @contextmanager
+    def timed(self, phase: str, graph: str = "") -> Iterator[None]:
+        """Add the time spent inside to a phase."""
+        for watcher in self.watchers:
+            watcher.begin(phase, graph)
+        self._inner.append(0.0)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.timings[phase] = self.timings.get(phase, 0.0) + spent - self._inner.pop()
+            if self._inner:
+                self._inner[-1] += spent
+            for watcher in self.watchers:
+                watcher.end()
+
+    @property
+    def fallbacks(self) -> list[Fallback]:
+        """What PyTorch runs, most frequent first."""
+        return [
+            Fallback(op, reason, count, detail) for (op, reason, detail), count in self._fallbacks.most_common()
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole record as plain data, for JSON."""
+        return {
+            "versions": dict(self.versions),
+            "features": [
+                {"name": f.name, "state": f.state.value, "reason": f.reason, "effect": f.effect}
+                for f in self.features.values()
+            ],
+            "segments": [
+                {"graph": s.graph, "runner": s.runner.value, "nodes": s.nodes, "ops": dict(s.ops), "flops": s.flops}
+                for s in self.segments
+            ],
+            "fallbacks": [
+                {"op": f.op, "reason": f.reason.value, "count": f.count, "detail": f.detail} for f in self.fallbacks
+            ],
+            "timings": dict(self.timings),
+            "counters": dict(self.counters),
+            "notes": list(self.notes),
+        }

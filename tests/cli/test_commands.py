@@ -1,0 +1,72 @@
+"""What all commands have in common."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from ort_accel.cli.main import app
+
+COMMANDS = ["check", "schema", "env", "migrate"]
+runner = CliRunner()
+
+
+def run(*arguments: str, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "ort_accel", *arguments], capture_output=True, text=True, timeout=120, **options
+    )
+
+
+def test_help_lists_every_command():
+    result = runner.invoke(app, ["--help"])
+    assert result.exit_code == 0
+    assert all(f"\n  {command} " in result.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_shows_examples_as_they_are_typed(command):
+    text = runner.invoke(app, [command, "--help"]).stdout
+    assert f"Examples:\n    ort-accel {command}" in text
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["check"], ["env", "--loud"], ["migrate", "surplus"]])
+def test_a_mistake_on_the_command_line_exits_with_2(arguments):
+    assert runner.invoke(app, arguments).exit_code == 2
+
+
+def test_help_comes_fast_and_imports_no_engine():
+    code = (
+        "import sys\nfrom ort_accel.cli.main import app\n"
+        "try: app(['--help'])\nexcept SystemExit: pass\n"
+        "sys.exit(bool({'torch', 'onnxruntime', 'onnx', 'transformers'} & set(sys.modules)))"
+    )
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.6
+
+
+def test_the_module_is_the_command():
+    assert run("--version").stdout == runner.invoke(app, ["--version"]).stdout
+
+
+@pytest.mark.parametrize("command", ["schema", "env"])
+def test_a_reader_that_leaves_early_sees_no_traceback(command):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ort_accel", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.wait(timeout=120)
+
+
+def test_no_colours_are_written_to_a_pipe():
+    result = run("check", "nowhere.yaml", env={**os.environ, "NO_COLOR": "1"})
+    assert "\x1b" not in result.stdout + result.stderr

@@ -1,0 +1,119 @@
+"""`env` says what is there, what it can do and what is missing, whatever state the machine is in."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+
+import pytest
+from typer.testing import CliRunner
+
+from ort_accel.cli import environment
+from ort_accel.cli.main import app
+from ort_accel.runtime import flavor
+
+real_version = importlib.metadata.version
+runner = CliRunner()
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Pretend that packages have these versions; None for one that is not installed."""
+
+    def set_versions(versions: dict[str, str | None]) -> None:
+        def version(name: str) -> str:
+            found = versions[name] if name in versions else real_version(name)
+            if found is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return found
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+
+    return set_versions
+
+
+def test_a_working_machine_can_train():
+    result = runner.invoke(app, ["env"])
+    assert result.exit_code == 0
+    assert result.stdout.endswith("Training can run here.\n")
+    for name in ("torch", "transformers", "accelerate", "onnx", "onnx-ir", "onnxscript", "deepspeed", "ort-accel"):
+        assert f"\n{name} " in result.stdout
+
+
+def test_json_holds_the_same_for_machines():
+    found = json.loads(runner.invoke(app, ["env", "--json"]).stdout)
+    assert found["can_train"] is True
+    assert found["runtime"]["flavor"]["distribution"] == flavor.installed_runtime().distribution
+    assert found["runtime"]["kernels"]["fused"]["com.microsoft.FusedMatMul"] is True
+    assert found["devices"]["cpu_threads"] >= 1
+
+
+def test_a_missing_runtime_is_said_with_its_command(pretend):
+    pretend(dict.fromkeys(flavor.DISTRIBUTIONS))
+    result = runner.invoke(app, ["env"])
+    assert result.exit_code == 1
+    assert 'pip install "ort-accel[training]"' in result.stdout
+    assert result.stdout.endswith("Training cannot run here.\n")
+
+
+def test_a_doubled_runtime_is_said_with_its_command(pretend):
+    pretend({**dict.fromkeys(flavor.DISTRIBUTIONS), "onnxruntime": "1.31.1", "onnxruntime-training": "1.19.2"})
+    result = runner.invoke(app, ["env", "--json"])
+    [blocker] = json.loads(result.stdout)["blockers"]
+    assert result.exit_code == 1
+    assert "pip uninstall -y onnxruntime-training onnxruntime" in blocker
+
+
+def test_a_missing_package_is_said_with_its_command(pretend):
+    pretend({"torch": None, "onnx": None})
+    result = runner.invoke(app, ["env"])
+    assert result.exit_code == 1
+    assert 'torch is not installed; `pip install "torch' in result.stdout
+    assert 'onnx is not installed; `pip install "onnx' in result.stdout
+
+
+def test_a_broken_torch_is_said(monkeypatch):
+    real_import = environment.importlib.import_module
+
+    def import_module(name: str):
+        if name == "torch":
+            raise OSError("libtorch.so: not found")
+        return real_import(name)
+
+    monkeypatch.setattr(environment.importlib, "import_module", import_module)
+    result = runner.invoke(app, ["env"])
+    assert result.exit_code == 1
+    assert "libtorch.so: not found" in result.stdout
+
+
+def test_a_version_outside_of_the_supported_range_is_a_warning(pretend):
+    pretend({"transformers": "4.57.0", "deepspeed": "0.10.0"})
+    result = runner.invoke(app, ["env"])
+    assert result.exit_code == 0
+    assert "Warning: transformers 4.57.0 is not in the supported range" in result.stdout
+    assert "Warning: deepspeed 0.10.0 is not in the supported range" in result.stdout
+
+
+def test_a_training_build_on_a_newer_python_is_a_warning(monkeypatch):
+    found = flavor.Flavor("onnxruntime-training-cpu", "1.19.2", True, ("CPUExecutionProvider",), 21, 10)
+    monkeypatch.setattr(platform, "python_version", lambda: "3.12.1")
+    monkeypatch.setattr(platform, "python_version_tuple", lambda: ("3", "12", "1"))
+    assert "was not released for Python 3.12.1" in environment._python_warnings(found)[0]
+
+
+@pytest.mark.parametrize(
+    ("built_in", "usable", "cuda", "expected"),
+    [
+        (["CPU"], ["CPU"], ["H200"], "ort-accel[gpu]"),
+        (["CUDA", "CPU"], ["CPU"], ["H200"], "does not load"),
+        (["CUDA", "CPU"], ["CUDA", "CPU"], [], "PyTorch sees no device"),
+        (["CUDA", "CPU"], ["CUDA", "CPU"], ["H200"], None),
+        (["CPU"], ["CPU"], [], None),
+    ],
+)
+def test_a_device_that_only_one_side_can_use_is_a_warning(built_in, usable, cuda, expected):
+    built_in, usable = (tuple(f"{name}ExecutionProvider" for name in names) for names in (built_in, usable))
+    runtime = environment.Runtime(flavor.Flavor("onnxruntime", "1.31.1", False, built_in, 25, 11), usable, {})
+    warnings = environment._device_warnings(runtime, environment.Devices(2, tuple(cuda)))
+    assert [expected in warning for warning in warnings] == ([True] if expected else [])

@@ -1,0 +1,79 @@
+"""The report keeps what it is told, counts, and turns into plain data."""
+
+import json
+
+import pytest
+
+from ort_accel.reporting import Fallback, Reason, Report, Runner, Segment, State
+
+
+def test_a_feature_is_applied_refused_or_off():
+    report = Report()
+    report.applied("labels", effect="86 % of the head skipped")
+    report.refused("padding", reason="the model reads padded positions")
+    report.off("tuning")
+    assert [(f.name, f.state) for f in report.features.values()] == [
+        ("labels", State.APPLIED),
+        ("padding", State.REFUSED),
+        ("tuning", State.OFF),
+    ]
+    assert report.features["padding"].reason == "the model reads padded positions"
+
+
+def test_a_later_verdict_replaces_an_earlier_one():
+    report = Report()
+    report.applied("padding")
+    report.refused("padding", "found unsafe on the third batch")
+    assert report.features["padding"].state is State.REFUSED
+    assert len(report.features) == 1
+
+
+def test_fallbacks_are_counted_by_op_and_reason_most_frequent_first():
+    report = Report()
+    report.fallback("aten.bernoulli", Reason.RANDOM)
+    report.fallback("aten.topk", Reason.UNSUPPORTED_OP, count=3)
+    report.fallback("aten.topk", Reason.UNSUPPORTED_DTYPE, "float64")
+    report.fallback("aten.topk", Reason.UNSUPPORTED_OP)
+    assert report.fallbacks == [
+        Fallback("aten.topk", Reason.UNSUPPORTED_OP, 4),
+        Fallback("aten.bernoulli", Reason.RANDOM, 1),
+        Fallback("aten.topk", Reason.UNSUPPORTED_DTYPE, 1, "float64"),
+    ]
+
+
+def test_phases_add_up_and_are_kept_when_the_work_fails():
+    report = Report()
+    for _ in range(2):
+        with report.timed("capture"):
+            pass
+    with pytest.raises(KeyError), report.timed("lowering"):
+        raise KeyError
+    assert report.timings["capture"] >= 0
+    assert set(report.timings) == {"capture", "lowering"}
+
+
+def test_a_note_is_kept_once():
+    report = Report()
+    report.note("recompile limit hit")
+    report.note("recompile limit hit")
+    assert report.notes == ["recompile limit hit"]
+
+
+def test_it_survives_json():
+    report = Report()
+    report.applied("labels", "86 %")
+    report.segments.append(Segment("forward 0", Runner.ORT, {"aten.mm": 3, "aten.add": 2}, flops=1e9))
+    report.fallback("aten.topk", Reason.UNSUPPORTED_OP)
+    report.counters["compilations"] += 2
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert plain["segments"] == [
+        {
+            "graph": "forward 0",
+            "runner": "onnxruntime",
+            "nodes": 5,
+            "ops": {"aten.mm": 3, "aten.add": 2},
+            "flops": 1e9,
+        }
+    ]
+    assert plain["fallbacks"][0] == {"op": "aten.topk", "reason": "unsupported operator", "count": 1, "detail": ""}
+    assert plain["counters"] == {"compilations": 2}
