@@ -30,6 +30,7 @@ class Reason(StrEnum):
     SLOWER = "slower by measurement"
     SMALL = "too small to be worth a crossing"
     MUTATION = "changes its input"
+    GRAPH_BREAK = "not captured"
     WISH = "asked for in the configuration"
     FAILED = "failed in ONNX Runtime"
 
@@ -153,9 +154,7 @@ class Report:
     @property
     def fallbacks(self) -> list[Fallback]:
         """What PyTorch runs, most frequent first."""
-        return [
-            Fallback(op, reason, count, detail) for (op, reason, detail), count in self._fallbacks.most_common()
-        ]
+        return [Fallback(op, reason, count, detail) for (op, reason, detail), count in self._fallbacks.most_common()]
 
     def to_dict(self) -> dict[str, Any]:
         """The whole record as plain data, for JSON."""

@@ -70,7 +70,7 @@ def test_a_room_imports_only_rooms_below(path):
     assert not above, f"{path.relative_to(HOUSE)} imports {', '.join(sorted(above))}, which stands above {room}"
 
 
-@pytest.mark.parametrize("module", ["ort_accel", "ort_accel.config", "ort_accel.cli.main"])
+@pytest.mark.parametrize("module", ["ort_accel", "ort_accel.config", "ort_accel.hf", "ort_accel.cli.main"])
 def test_the_entrance_is_light(module):
     code = f"""
 import sys, time

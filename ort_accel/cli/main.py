@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import ort_accel
-from ort_accel.cli import check, env, migrate, schema
+from ort_accel.cli import bench, check, env, explain, migrate, schema
 
 app = typer.Typer(
     name="ort-accel",
@@ -25,6 +25,8 @@ app.command("check")(check.check)
 app.command("schema")(schema.schema)
 app.command("env")(env.env)
 app.command("migrate")(migrate.migrate)
+app.command("explain")(explain.explain)
+app.command("bench")(bench.bench)
 
 
 def _print_version(asked: bool) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ort_accel.errors import RuntimeMissingError
 from ort_accel.runtime.kernels import PROBES
+from ort_accel.runtime.untouched import restore_checkpoint_functions
 
 if TYPE_CHECKING:
     import onnx
@@ -132,6 +133,7 @@ def _ask(distribution: str, version: str) -> Flavor:
     try:
         onnxruntime = importlib.import_module("onnxruntime")
         native = importlib.import_module("onnxruntime.capi._pybind_state")
+        restore_checkpoint_functions()
         providers = tuple(onnxruntime.get_available_providers())
     except Exception as error:
         install = f'"ort-accel[{EXTRAS[distribution]}]"' if distribution in EXTRAS else distribution

@@ -1,0 +1,153 @@
+"""Training the same thing twice, on eager PyTorch and on ort_accel, and what that cost side by side."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+
+from ort_accel.reporting import Report
+
+WARM_UP_STEPS = 2
+"""The first step compiles, and the second may compile once more, for sizes that change."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one training run came to. None stands for what was not measured."""
+
+    name: str
+    train_loss: float | None
+    accuracy: float | None
+    tokens_per_s: float | None
+    warm_tokens_per_s: float | None
+    peak_memory: int
+    wall_time: float
+
+
+class StepClock(TrainerCallback):
+    """Seconds and valid (not padded) tokens of each training step: forward, backward and optimizer."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, float]] = []
+
+    def on_step_begin(self, _args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Start the clock."""
+        self._begin = state.num_input_tokens_seen, time.perf_counter()
+
+    def on_step_end(self, _args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Stop the clock."""
+        tokens, begin = self._begin
+        self.steps.append((int(state.num_input_tokens_seen) - tokens, time.perf_counter() - begin))
+
+    def rate(self, skip: int = 0) -> float | None:
+        """Valid tokens per second, all steps after the first `skip` together."""
+        steps = self.steps[skip:]
+        return sum(tokens for tokens, _ in steps) / sum(seconds for _, seconds in steps) if steps else None
+
+
+class PeakMemory:
+    """How far the process's resident memory rises above where it was at the beginning, looked at every 5 ms."""
+
+    def __enter__(self) -> PeakMemory:
+        give_back_memory()
+        self._process = psutil.Process()
+        self._begin = self._peak = self._process.memory_info().rss
+        self._done = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._watcher.join()
+
+    @property
+    def growth(self) -> int:
+        """Bytes."""
+        return self._peak - self._begin
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.005):
+            self._peak = max(self._peak, self._process.memory_info().rss)
+
+
+def give_back_memory() -> None:
+    """Return freed memory to the system, or a later run would be measured as growing by less than it uses."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def measure(name: str, trainer: Trainer) -> Outcome:
+    """Train, evaluate, and say what it came to."""
+    clock = StepClock()
+    trainer.args.include_num_input_tokens_seen = "non_padding"
+    trainer.add_callback(clock)
+    with PeakMemory() as memory:
+        begin = time.perf_counter()
+        trainer.train()
+        wall_time = time.perf_counter() - begin
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return Outcome(
+        name=name,
+        train_loss=losses[-1] if losses else None,
+        accuracy=trainer.evaluate().get("eval_accuracy"),
+        tokens_per_s=clock.rate(),
+        warm_tokens_per_s=clock.rate(skip=WARM_UP_STEPS),
+        peak_memory=memory.growth,
+        wall_time=wall_time,
+    )
+
+
+def show_outcomes(console: Console, outcomes: list[Outcome]) -> None:
+    """Print one column a run."""
+    table = Table("", *(outcome.name for outcome in outcomes), title="Measured in this run")
+    for column in table.columns[1:]:
+        column.justify = "right"
+
+    def row(label: str, text: Callable[[Any], str], key: str) -> None:
+        values = [getattr(outcome, key) for outcome in outcomes]
+        table.add_row(label, *("not measured" if value is None else text(value) for value in values))
+
+    row("train loss, last logged", "{:.4f}".format, "train_loss")
+    row("held-out accuracy", "{:.1%}".format, "accuracy")
+    row("valid tokens/s, all steps", "{:,.0f}".format, "tokens_per_s")
+    row(f"valid tokens/s, after {WARM_UP_STEPS} warm-up steps", "{:,.0f}".format, "warm_tokens_per_s")
+    row("peak memory of training, MiB", lambda size: f"{size / 2**20:,.0f}", "peak_memory")
+    row("wall time of training, s", "{:.1f}".format, "wall_time")
+    console.print(table)
+    console.print(
+        "A step is forward, backward and optimizer; padding does not count as tokens. Peak memory is how far the "
+        "resident memory of this process rose while it trained, above what it held before (model and data included "
+        "there).",
+        style="dim",
+    )
+
+
+def show_features(console: Console, report: Report) -> None:
+    """Print what ort_accel applied, refused and left off, and who ran how much of the model."""
+    table = Table("feature", "state", "why, or what it did", title="ort_accel")
+    for feature in report.features.values():
+        table.add_row(feature.name, feature.state.value, feature.reason or feature.effect)
+    for fallback in report.fallbacks:
+        table.add_row(fallback.op, f"on PyTorch ({fallback.count})", fallback.reason.value)
+    console.print(table)
+    nodes: Counter[str] = Counter()
+    for segment in report.segments:
+        nodes[segment.runner.value] += segment.nodes
+    shares = ", ".join(f"{count} on {runner}" for runner, count in nodes.most_common())
+    console.print(f"Nodes of all {report.counters['compilations']} compiled graphs together: {shares}.")
+    if not report.features:
+        console.print("No feature beyond that was recorded.")

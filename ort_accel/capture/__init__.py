@@ -1,0 +1,1 @@
+"""From an unchanged module to its forward and backward graphs."""

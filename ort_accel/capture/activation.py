@@ -1,0 +1,82 @@
+"""Standing in for a module's call: compiles what is new, with sizes kept open once they were seen to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ort_accel.capture.backend import Backend
+from ort_accel.capture.dynamo import GraphBreaks, capturing, graph_breaks_in
+
+
+class OpenSizes:
+    """Which sizes of the inputs are kept open when something is compiled.
+
+    The first shapes are taken for fixed. From the second on, the first dimension of every input is open, since the last
+    batch is often a smaller one, and so is every dimension that was seen to change. Other sizes (of a picture, say)
+    stay fixed: graphs with everything open can take minutes to capture.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[int, ...], list[torch.Size]] = {}
+        self._open: dict[tuple[int, ...], list[set[int]]] = {}
+
+    def mark(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Mark what is open in the inputs of a call, for the capture that may follow."""
+        ranks = tuple(tensor.ndim for tensor in tensors)
+        if ranks not in self._first:
+            self._first[ranks] = [tensor.shape for tensor in tensors]
+        first_shapes = self._first[ranks]
+        if ranks not in self._open:
+            if all(tensor.shape == first for tensor, first in zip(tensors, first_shapes, strict=True)):
+                return
+            self._open[ranks] = [{0} if ndim else set() for ndim in ranks]
+        for tensor, first, dims in zip(tensors, first_shapes, self._open[ranks], strict=True):
+            dims.update(dim for dim in range(tensor.ndim) if tensor.shape[dim] != first[dim])
+            torch._dynamo.maybe_mark_dynamic(tensor, sorted(dims))
+
+
+def own_entry(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that only makes this call, with code that no other model shares.
+
+    Dynamo keeps what it compiled with the code where capture begins, and counts it against a limit. With shared code a
+    search that builds many models would run the later ones in eager mode. Besides, Dynamo does not look into torch's own
+    classes unless a frame from outside leads there.
+    """
+
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    entry.__code__ = entry.__code__.replace(co_name=f"call_of_{type(call.__self__).__name__}")  # type: ignore[attr-defined]
+    return entry
+
+
+class CompiledCall:
+    """What a module runs when it is called. Lives in the module's slot for `nn.Module.compile`."""
+
+    def __init__(self, model: nn.Module, backend: Backend) -> None:
+        self.backend = backend
+        entry = own_entry(model._call_impl)
+        self._call: Callable[..., Any] = torch.compile(entry, backend=backend, dynamic=_dynamic(backend))
+        self._open_sizes = OpenSizes() if backend.config.engine.dynamic_shapes == "auto" else None
+        self._breaks = GraphBreaks()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._call(*args, **kwargs)
+        self.backend.progress.call()
+        if self._open_sizes is not None:
+            leaves = pytree.tree_leaves((args, kwargs))
+            self._open_sizes.mark([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+        # On every call: a mode or a `requires_grad` that changes leads to a capture, too.
+        with capturing(), graph_breaks_in(self.backend.report, self._breaks, self.backend.policy.check):
+            return self._call(*args, **kwargs)
+
+
+def _dynamic(backend: Backend) -> bool | None:
+    wish = backend.config.engine.dynamic_shapes
+    return None if wish == "auto" else wish

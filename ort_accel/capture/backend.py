@@ -1,0 +1,117 @@
+"""The Dynamo backend: the whole way from a captured graph to compiled programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._guards import TracingContext
+
+from ort_accel.capture.attention import attention_as
+from ort_accel.capture.choice import chosen_runtime, opset, session_settings
+from ort_accel.capture.fallback import FallbackPolicy
+from ort_accel.capture.features import record_features
+from ort_accel.capture.randomness import split_dropout
+from ort_accel.capture.refusals import refuse_forbidden
+from ort_accel.config import Config, load_config
+from ort_accel.lowering.lower_graph import Lowering, lower_graph
+from ort_accel.lowering.program import Program
+from ort_accel.observe.logs import configure
+from ort_accel.observe.progress import Progress
+from ort_accel.recompute.partition import partition
+from ort_accel.reporting import Report
+from ort_accel.runtime.cache import ModelCache
+from ort_accel.runtime.flavor import Flavor
+from ort_accel.runtime.session import SessionSettings
+from ort_accel.runtime.sessions import ModelFolder, Sessions
+
+
+class Backend:
+    """Compiles the graphs of one model. Dynamo calls it once for each graph and set of shapes."""
+
+    def __init__(self, config: Config, report: Report) -> None:
+        self.config, self.report = config, report
+        runtime, settings = chosen_runtime(config), session_settings(config)
+        record_features(config, runtime, settings, report)
+        configure(config.observe.log_level)
+        self.progress = Progress(report, config.observe.log_level)
+        self.policy = FallbackPolicy(config, report)
+        self.lowering = Lowering(
+            sessions=Sessions(settings, self._cache(runtime, settings), self._folder()),
+            opset=opset(config, runtime),
+            report=report,
+            unwanted=frozenset(config.engine.run_in_pytorch),
+            failed=self.policy.failed,
+        )
+        self._graphs = 0
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        refuse_forbidden(module, self.config.engine)
+        number, self._graphs = self._graphs, self._graphs + 1
+        static: set[str] = set()
+        compile_graph = aot_autograd(
+            fw_compiler=self._compiler(f"forward {number}", static),
+            bw_compiler=self._compiler(f"backward {number}", static),
+            inference_compiler=self._compiler(f"inference {number}", static),
+            decompositions={},
+            partition_fn=_partition,
+            keep_inference_input_mutations=True,
+        )
+        with self.report.timed("capture"), attention_as(self.config.compute.attention):
+            return compile_graph(module, inputs)
+
+    def _cache(self, runtime: Flavor, settings: SessionSettings) -> ModelCache | None:
+        if self.config.engine.cache_dir is None:
+            return None
+        context = f"{runtime.distribution} {runtime.version}\ntorch {torch.__version__}\n{settings}"
+        return ModelCache(self.config.engine.cache_dir, context, self.report)
+
+    def _folder(self) -> ModelFolder | None:
+        engine = self.config.engine
+        return ModelFolder(engine.save_onnx, engine.onnx_prefix) if engine.save_onnx else None
+
+    def _compiler(self, name: str, static: set[str]) -> Callable[..., Program]:
+        """A compiler for one of the graphs; `static` passes the names of lasting inputs from forward to backward."""
+
+        def compile_graph(module: fx.GraphModule, _: Sequence[Any]) -> Program:
+            self.report.counters["compilations"] += 1
+            if not name.startswith("backward"):
+                split_dropout(module)
+                static.update(_lasting_inputs(module))
+            program = lower_graph(module, self.lowering, name, bound=lambda node: node.name in static)
+            self.policy.check(name)
+            return program
+
+        return compile_graph
+
+
+def _partition(joint: fx.GraphModule, inputs: Any, **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    split_dropout(joint)
+    return partition(joint, inputs, **how)
+
+
+def _lasting_inputs(module: fx.GraphModule) -> list[str]:
+    """Parameters and buffers among the inputs: their memory stays in place from step to step."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context else None
+    indices = metadata.static_input_indices if metadata else []
+    placeholders = module.graph.find_nodes(op="placeholder")
+    return [placeholders[index].name for index in indices if index < len(placeholders)]
+
+
+def dynamo_backend(
+    module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="ort_accel", options={"config": ...})`."""
+    return registered(load_config((options or {}).get("config")))(module, inputs)
+
+
+_REGISTERED: dict[str, Backend] = {}
+
+
+def registered(config: Config) -> Backend:
+    """The one backend of `torch.compile` with this configuration; its report covers all models compiled so."""
+    return _REGISTERED.setdefault(config.to_yaml(), Backend(config, Report()))

@@ -1,0 +1,55 @@
+"""Which onnxruntime, provider, threads and operator set a model runs with, from the configuration and what is there."""
+
+from __future__ import annotations
+
+import torch
+
+from ort_accel.config import Config
+from ort_accel.errors import OrtAccelError
+from ort_accel.observe.logs import severity
+from ort_accel.runtime.flavor import Flavor, installed_runtime
+from ort_accel.runtime.session import SessionSettings
+
+OPSET = 20
+"""The newest operator set that the lowerings are written for."""
+
+
+def chosen_runtime(config: Config) -> Flavor:
+    """The installed runtime, if it is the one that the configuration asks for."""
+    runtime, wish = installed_runtime(), config.engine.runtime
+    is_training = wish == "onnxruntime-training"
+    if wish != "auto" and is_training != runtime.is_training_build:
+        extra = "training" if is_training else "cpu"
+        raise OrtAccelError(
+            f"engine.runtime is {wish}, but {runtime.distribution} {runtime.version} is installed; "
+            f'`pip uninstall -y {runtime.distribution}` and then `pip install "ort-accel[{extra}]"`, or set it to auto'
+        )
+    if config.engine.provider == "cuda":
+        raise OrtAccelError("engine.provider is cuda, but this version of ort_accel runs models on the CPU only")
+    return runtime
+
+
+def session_settings(config: Config) -> SessionSettings:
+    """How sessions run."""
+    engine = config.engine
+    threads = torch.get_num_threads() if engine.threads == "auto" else engine.threads
+    wish = engine.deterministic
+    deterministic = torch.are_deterministic_algorithms_enabled() if wish == "auto" else wish
+    return SessionSettings(
+        threads=threads,
+        optimize=config.compute.fusions is not False,
+        deterministic=deterministic,
+        log_severity=severity(config.observe.log_level),
+    )
+
+
+def opset(config: Config, runtime: Flavor) -> int:
+    """The operator set of the models."""
+    wish = config.engine.opset
+    if wish == "auto":
+        return min(runtime.newest_opset, OPSET)
+    if wish > runtime.newest_opset:
+        raise OrtAccelError(
+            f"engine.opset is {wish}, but {runtime.distribution} {runtime.version} runs {runtime.newest_opset} at most"
+        )
+    return wish

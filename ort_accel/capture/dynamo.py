@@ -1,0 +1,82 @@
+"""Dynamo's settings and counters, which are private to torch; checked with torch 2.13."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch._dynamo import utils
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.fx.experimental import _config as shape_settings
+
+from ort_accel.errors import OrtAccelError
+from ort_accel.reporting import Reason, Report
+
+COMPILATIONS = 64
+"""How many compilations of one piece of code Dynamo may make. Its own limit of 8 is met by ordinary training: with and
+without gradients, training and evaluation, each for fixed and for open sizes."""
+
+OF_ALL_MODELS = 1 << 16
+"""The same for all models of a process together: a search over models makes many."""
+
+SAID_ONCE = ("warning_once", "info_once", "warning_advice")
+"""What transformers adds to `logging.Logger`. A text that is logged once does not divide a graph for good."""
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Dynamo as the engine wants it, for the call of a model. Errors of the engine come out as they are."""
+    once = {getattr(logging.Logger, name) for name in SAID_ONCE if hasattr(logging.Logger, name)}
+    with (
+        torch._dynamo.config.patch(
+            recompile_limit=COMPILATIONS,
+            accumulated_recompile_limit=OF_ALL_MODELS,
+            ignore_logging_functions=torch._dynamo.config.ignore_logging_functions | once,
+        ),
+        # Equal sizes are not taken for the same size, or batch 8 x length 8 would compile code for squares.
+        shape_settings.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+    ):
+        try:
+            yield
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, OrtAccelError):
+                raise error.inner_exception from None
+            raise
+
+
+class GraphBreaks:
+    """Tells where Dynamo left code to Python: what runs between graphs, and what is not captured at all."""
+
+    def __init__(self) -> None:
+        self._known: Counter[str] = Counter()
+
+    def new(self) -> Counter[str]:
+        """Those since it was last asked, each with its reason."""
+        kinds = utils.counters["graph_break"], utils.counters["unimplemented"]
+        if sum(kind.total() for kind in kinds) == self._known.total():
+            return Counter()
+        now = kinds[0] + kinds[1]
+        found, self._known = now - self._known, now
+        return Counter(dict.fromkeys(map(_short, found), 1))
+
+
+@contextmanager
+def graph_breaks_in(report: Report, breaks: GraphBreaks, check: Callable[[str], None]) -> Iterator[None]:
+    """Record the graph breaks of a call, and let the policy for fallbacks judge them."""
+    breaks.new()
+    yield
+    if found := breaks.new():
+        for reason in found:
+            report.fallback("a graph break", Reason.GRAPH_BREAK, reason)
+        check("capture")
+
+
+def _short(message: str) -> str:
+    """Dynamo's message without its hints: what it met, and the explanation."""
+    lines = [line.strip() for line in message.splitlines()]
+    said = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
+    code = [line.partition("code: ")[2] for line in lines if "code: " in line]
+    return ": ".join([lines[0], *said[:1], *code[-1:]])

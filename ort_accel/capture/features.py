@@ -1,0 +1,188 @@
+"""What this version does with every switch of the configuration. None is without effect and without a word."""
+
+from __future__ import annotations
+
+import json
+import platform
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+import ort_accel
+from ort_accel.capture.choice import opset
+from ort_accel.config import Config
+from ort_accel.errors import ConfigError, Problem
+from ort_accel.reporting import Report
+from ort_accel.runtime.flavor import Flavor
+from ort_accel.runtime.session import SessionSettings
+
+NOT_YET = "not in this version"
+
+OBEYED = (
+    "version",
+    "engine.enabled",
+    "engine.runtime",
+    "engine.provider",
+    "engine.threads",
+    "engine.dynamic_shapes",
+    "engine.fallback",
+    "engine.fallback_retry",
+    "engine.run_in_pytorch",
+    "engine.opset",
+    "engine.cache_dir",
+    "engine.save_onnx",
+    "engine.onnx_prefix",
+    "engine.deterministic",
+    "engine.custom_autograd",
+    "engine.allow_checkpoint",
+    "compute.fusions",
+    "compute.attention",
+    "observe.log_level",
+)
+"""Keys whose every value is obeyed, or refused where it is read."""
+
+MISSING: dict[str, Any] = {
+    "engine.skip_checks": False,
+    "precision.cast_propagation.level": 0,
+    "precision.cache_cast_weights": False,
+    "compute.upstream": False,
+    "compute.conv_algorithm": "heuristic",
+    "compute.loss_only": False,
+    "compute.loss_in_graph": False,
+    "compute.triton.enabled": False,
+    "compute.tuning.enabled": False,
+    "memory.level": 0,
+    "memory.plans": (),
+    "memory.plan_file": None,
+    "memory.budget": None,
+    "memory.early_gradient_release": False,
+    "memory.external_allocator": False,
+    "density.labels": False,
+    "density.padding": False,
+    "density.inspect": False,
+    "optimizer.name": None,
+    "optimizer.step_in_backward": False,
+    "optimizer.fp16.enabled": False,
+    "optimizer.fp16.replace_checks": False,
+    "distributed.zero3": False,
+    "distributed.load_balancing.enabled": False,
+    "observe.memory_stats": False,
+    "observe.activation_statistics": None,
+    "observe.report_file": None,
+}
+"""Features that this version does not have, with the value that does without them."""
+
+FIXED = (
+    "engine.provider_options",
+    "precision.cast_propagation.strategy",
+    "precision.cast_propagation.allow",
+    "compute.triton.ops_file",
+    "compute.triton.debug",
+    "compute.tuning.max_duration_ms",
+    "compute.tuning.results",
+    "memory.probe",
+    "memory.offload",
+    "density.threshold",
+    "density.inspect_every",
+    "optimizer.mode",
+    "optimizer.fp16.initial_scale",
+    "optimizer.fp16.growth_factor",
+    "optimizer.fp16.backoff_factor",
+    "optimizer.fp16.window",
+    "optimizer.fp16.hysteresis",
+    "optimizer.fp16.min_scale",
+    "distributed.load_balancing.complexity",
+    "distributed.load_balancing.group_size",
+    "distributed.load_balancing.random_level",
+    "distributed.load_balancing.seed",
+    "distributed.load_balancing.drop_last",
+)
+"""Keys that nothing reads in this version, so that only their default is true."""
+
+_DEFAULTS = Config()
+
+
+def record_features(config: Config, runtime: Flavor, settings: SessionSettings, report: Report) -> None:
+    """Write into the report what is on, off and refused; a wish that cannot be obeyed is a `ConfigError`."""
+    problems = [problem for path in (*MISSING, *FIXED) if (problem := _problem(config, path)) is not None]
+    if problems:
+        raise ConfigError(problems)
+    report.versions |= {
+        "ort_accel": ort_accel.__version__,
+        "torch": str(torch.__version__),
+        runtime.distribution: runtime.version,
+        "python": platform.python_version(),
+    }
+    kind = "with training kernels" if runtime.is_training_build else "without training kernels"
+    how = f"CPU, {settings.threads} threads, opset {opset(config, runtime)}"
+    report.applied("engine", f"{runtime.distribution} {runtime.version}, {kind}, {how}")
+    _record_engine(config, settings, report)
+    _record_compute(config, report)
+    for path, without in MISSING.items():
+        _record_missing(path, without, attrgetter(path)(config), report)
+
+
+def _problem(config: Config, path: str) -> Problem | None:
+    value, default = attrgetter(path)(config), attrgetter(path)(_DEFAULTS)
+    if value in (default, MISSING.get(path, default)):
+        return None
+    shown = config.to_dict()
+    for part in path.split("."):
+        shown = shown[part]
+    return Problem(path, f"{json.dumps(shown)} is not to be had in this version of ort_accel; remove the key")
+
+
+def _record_missing(path: str, without: Any, value: Any, report: Report) -> None:
+    """A feature that is missing: off where nobody wants it, refused where the default would have it on."""
+    default = attrgetter(path)(_DEFAULTS)
+    if value == without:
+        report.off(path, "not asked for" if without == default else "switched off")
+    elif value == "auto":
+        report.off(path, NOT_YET)
+    else:
+        report.refused(path, NOT_YET)
+
+
+def _record_engine(config: Config, settings: SessionSettings, report: Report) -> None:
+    engine = config.engine
+    shapes = {
+        "auto": "the first shape is compiled as it is; from the second on all sizes stay open",
+        True: "all sizes are open from the start",
+    }
+    if engine.dynamic_shapes is False:
+        report.off("engine.dynamic_shapes", "each shape is compiled on its own")
+    else:
+        report.applied("engine.dynamic_shapes", shapes[engine.dynamic_shapes])
+    if engine.fallback == "error":
+        report.off("engine.fallback", "what ONNX Runtime cannot run is an error")
+    else:
+        where = "in the log and here" if engine.fallback == "warn" else "here"
+        report.applied("engine.fallback", f"PyTorch runs what ONNX Runtime cannot, and it is said {where}")
+    _record_wish("engine.run_in_pytorch", ", ".join(engine.run_in_pytorch), report)
+    _record_wish("engine.cache_dir", f"models are kept in {engine.cache_dir}" if engine.cache_dir else "", report)
+    _record_wish("engine.save_onnx", f"models are written to {engine.save_onnx}" if engine.save_onnx else "", report)
+    if settings.deterministic:
+        report.applied("engine.deterministic", "the same seed gives the same bits")
+    else:
+        report.off("engine.deterministic", "as PyTorch is set" if engine.deterministic == "auto" else "switched off")
+
+
+def _record_compute(config: Config, report: Report) -> None:
+    ways = {
+        "auto": "as PyTorch chooses: a fused kernel, which PyTorch runs, or matrix products, which ONNX Runtime runs",
+        "products": "matrix products and a softmax, which ONNX Runtime runs",
+    }
+    wish = config.compute.attention
+    report.applied("compute.attention", ways.get(wish, f"one node, which PyTorch runs ({wish})"))
+    if config.compute.fusions is False:
+        report.off("compute.fusions", "switched off, with all optimizations of ONNX Runtime")
+    else:
+        report.applied("compute.fusions", "those that ONNX Runtime does by itself")
+
+
+def _record_wish(path: str, effect: str, report: Report) -> None:
+    if effect:
+        report.applied(path, effect)
+    else:
+        report.off(path, "not asked for")

@@ -1,0 +1,85 @@
+"""Random numbers are drawn by PyTorch, in eager's order; what is done with them can run anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
+
+from ort_accel.lowering.nodes import is_part
+
+aten = torch.ops.aten
+
+
+def split_dropout(module: fx.GraphModule) -> int:
+    """Part each dropout into drawing its mask and applying it; returns how many.
+
+    The draw is the one that `native_dropout` makes, so the masks are eager's for the same seed.
+    """
+    found = module.graph.find_nodes(op="call_function", target=aten.native_dropout.default)
+    split = [node for node in found if node.args[2] is not False and 0 < _probability(node) < 1]
+    for node in split:
+        _split(module.graph, node)
+    return len(split)
+
+
+def _probability(node: fx.Node) -> float:
+    probability = node.args[1]
+    return probability if isinstance(probability, float) else float(probability)  # type: ignore[arg-type]
+
+
+def _split(graph: fx.Graph, node: fx.Node) -> None:
+    operand = node.args[0]
+    assert isinstance(operand, fx.Node)
+    keep = 1 - _probability(node)
+    with graph.inserting_before(node):
+        mask = _draw(graph, operand, node, keep)
+        dropped = graph.call_function(aten.native_dropout_backward.default, (operand, mask, 1 / keep))
+    dropped.meta = {**node.meta, "val": node.meta["val"][0]}
+    for part in [user for user in node.users if is_part(user)]:
+        part.replace_all_uses_with((dropped, mask)[part.args[1]])  # type: ignore[index]
+        graph.erase_node(part)
+    graph.erase_node(node)
+
+
+def _draw(graph: fx.Graph, operand: fx.Node, node: fx.Node, keep: float) -> fx.Node:
+    """The mask, drawn in the order in which the operand lies in memory.
+
+    It is made from sizes alone, so that drawing does not wait for the operand. `bernoulli` draws row after row, so a
+    mask for a permuted operand is drawn as the operand lies, and then looked at as the operand is.
+    """
+    value = node.meta["val"][1]
+    order = compute_elementwise_output_logical_to_physical_perm(operand.meta["val"])[0]
+    sizes = _sizes(graph, operand, value)
+    drawn = value.new_empty([value.shape[dim] for dim in order])
+    blank = graph.call_function(
+        aten.empty.memory_format, ([sizes[dim] for dim in order],), {"dtype": torch.bool, "device": value.device}
+    )
+    blank.meta = {"val": drawn} | _tag(operand)
+    mask = graph.call_function(aten.bernoulli.p, (blank, keep))
+    mask.meta = {**node.meta, "val": drawn}
+    if order == sorted(order):
+        return mask
+    back = [order.index(dim) for dim in range(len(order))]
+    seen = graph.call_function(aten.permute.default, (mask, back))
+    seen.meta = {**node.meta, "val": drawn.permute(back)}
+    return seen
+
+
+def _sizes(graph: fx.Graph, operand: fx.Node, value: torch.Tensor) -> list[Any]:
+    """The sizes of the mask: numbers, or nodes where they may change."""
+    sizes: list[Any] = []
+    for dim, size in enumerate(value.shape):
+        if isinstance(size, torch.SymInt):
+            node = graph.call_function(aten.sym_size.int, (operand, dim))
+            node.meta = {"val": size} | _tag(operand)
+            sizes.append(node)
+        else:
+            sizes.append(size)
+    return sizes
+
+
+def _tag(node: fx.Node) -> dict[str, str]:
+    return {"partitioner_tag": node.meta["partitioner_tag"]} if "partitioner_tag" in node.meta else {}

@@ -1,0 +1,1 @@
+"""Measuring a training step: eager PyTorch, Inductor and ort_accel side by side."""

@@ -1,0 +1,79 @@
+"""What the machine is, and what it could do at best."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from onnx import TensorProto, helper
+
+from ort_accel.runtime.flavor import installed_runtime
+from ort_accel.runtime.session import Session, SessionSettings
+from ort_accel.runtime.tensors import to_ort
+
+SIDE = 1024
+SECONDS = 0.5
+
+
+def facts(threads: int) -> dict[str, Any]:
+    """Processor, cores, load, versions, and the speed of matrix products in torch and in ONNX Runtime."""
+    runtime = installed_runtime()
+    processor = _processor()
+    return {
+        "cpu": processor.get("model name") or platform.processor() or platform.machine(),
+        "cpu_family": processor.get("cpu family", ""),
+        "cpu_model": processor.get("model", ""),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": threads,
+        "load_before": load(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "onnxruntime": f"{runtime.distribution} {runtime.version}",
+        "matmul_gflops": {"torch": round(_torch_gflops(), 1), "onnxruntime": round(_ort_gflops(threads), 1)},
+    }
+
+
+def load() -> list[float]:
+    """How many processes wanted to run, in the last 1, 5 and 15 minutes."""
+    return [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else []
+
+
+def _processor() -> dict[str, str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in lines if ":" in line)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _torch_gflops() -> float:
+    left, right, result = (torch.randn(SIDE, SIDE) for _ in range(3))
+    return _gflops(lambda: torch.mm(left, right, out=result))
+
+
+def _ort_gflops(threads: int) -> float:
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, (SIDE, SIDE)) for name in "abc"]
+    graph = helper.make_graph([helper.make_node("MatMul", ["a", "b"], ["c"])], "product", values[:2], values[2:])
+    model: onnx.ModelProto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    session = Session(model.SerializeToString(), ["a", "b"], ["c"], SessionSettings(threads))
+    left, right = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
+    return _gflops(lambda: session([to_ort(left), to_ort(right)]))
+
+
+def _gflops(product: Callable[[], object]) -> float:
+    """The fastest of the products that fit into half a second: others may have been disturbed."""
+    best = float("inf")
+    end = time.perf_counter() + SECONDS
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        product()
+        best = min(best, time.perf_counter() - start)
+    return 2 * SIDE**3 / best / 1e9

@@ -1,0 +1,75 @@
+"""The three verbs: accelerate a model in place, read its report, and restore it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from ort_accel.capture.activation import CompiledCall
+from ort_accel.capture.backend import Backend
+from ort_accel.config import Config, load_config
+from ort_accel.errors import OrtAccelError
+from ort_accel.reporting import Report
+
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def accelerate(model: Model, config: ConfigSource = None) -> Model:
+    """Let a model run its forward and backward on ONNX Runtime, in place; returns the same model.
+
+    Its class, its `state_dict` and its `forward` stay what they are. Calling it again with an equal configuration
+    changes nothing; with another one, the model is set up anew.
+    """
+    settings = config if isinstance(config, Config) else load_config(config)
+    _refuse(model)
+    present = _call_of(model)
+    if present is not None and present.backend.config == settings:
+        return model
+    restore(model)
+    if settings.engine.enabled:
+        model._compiled_call_impl = CompiledCall(model, Backend(settings, Report()))
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Make an accelerated model plain PyTorch again; returns the same model. A plain model stays as it is."""
+    if _call_of(model) is not None:
+        model._compiled_call_impl = None
+    return model
+
+
+def report(model: nn.Module) -> Report:
+    """What was applied to an accelerated model, what was refused and why, and what ran where."""
+    call = _call_of(model)
+    if call is None:
+        raise OrtAccelError(f"this {type(model).__name__} is not accelerated; call ort_accel.accelerate(model) first")
+    return call.backend.report
+
+
+def _call_of(model: nn.Module) -> CompiledCall | None:
+    call = model._compiled_call_impl
+    return call if isinstance(call, CompiledCall) else None
+
+
+def _refuse(model: nn.Module) -> None:
+    """Say clearly what cannot be accelerated, before anything is changed."""
+    if not isinstance(model, nn.Module):
+        raise OrtAccelError(f"accelerate takes a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, OptimizedModule):
+        raise OrtAccelError("this model is wrapped by torch.compile; give accelerate the model inside it")
+    if isinstance(model, nn.DataParallel):
+        raise OrtAccelError("nn.DataParallel copies the model for every step; use DistributedDataParallel instead")
+    if model._compiled_call_impl is not None and _call_of(model) is None:
+        raise OrtAccelError("model.compile() was called on this model; it cannot run on two compilers at once")
+    devices = {parameter.device.type for parameter in model.parameters()}
+    elsewhere = devices - {"cpu", "meta"}
+    if elsewhere:
+        raise OrtAccelError(
+            f"the model is on {', '.join(sorted(elsewhere))}; this version of ort_accel runs models on the CPU only"
+        )

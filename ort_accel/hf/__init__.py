@@ -1,0 +1,34 @@
+"""ort_accel for Hugging Face scripts: arguments, trainers, and a callback for trainers that are already there."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ort_accel.hf.arguments import ORTSeq2SeqTrainingArguments, ORTTrainingArguments
+    from ort_accel.hf.callback import ORTAccelCallback
+    from ort_accel.hf.trainer import ORTSeq2SeqTrainer, ORTTrainer
+
+_HOMES = {
+    "ORTAccelCallback": "ort_accel.hf.callback",
+    "ORTSeq2SeqTrainer": "ort_accel.hf.trainer",
+    "ORTSeq2SeqTrainingArguments": "ort_accel.hf.arguments",
+    "ORTTrainer": "ort_accel.hf.trainer",
+    "ORTTrainingArguments": "ort_accel.hf.arguments",
+}
+
+__all__ = [
+    "ORTAccelCallback",
+    "ORTSeq2SeqTrainer",
+    "ORTSeq2SeqTrainingArguments",
+    "ORTTrainer",
+    "ORTTrainingArguments",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name when it is first used, so that torch and transformers are not imported before."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ort_accel.hf' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

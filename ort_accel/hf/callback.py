@@ -1,0 +1,41 @@
+"""ort_accel for any Trainer that takes callbacks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainingArguments
+
+from ort_accel.errors import OrtAccelError
+from ort_accel.hf.activation import ConfigSource, activate, usable_config
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class ORTAccelCallback(TrainerCallback):
+    """Runs the model of an unmodified Trainer on ONNX Runtime: `Trainer(..., callbacks=[ORTAccelCallback("x.yaml")])`.
+
+    A configuration that cannot be used is an error here, before the Trainer is built.
+    """
+
+    def __init__(self, config: ConfigSource = None) -> None:
+        self.config = usable_config(config)
+
+    def start(self, args: TrainingArguments, model: nn.Module) -> None:
+        """Activate the model of a Trainer; what already runs as configured is left as it is."""
+        if self.config.engine.enabled and args.n_gpu > 1:
+            raise OrtAccelError(
+                f"one process with {args.n_gpu} GPUs trains under torch.nn.DataParallel, which copies the model in "
+                "every step, so that nothing compiled for it stays valid; start one process a GPU "
+                f"(`torchrun --nproc_per_node {args.n_gpu} script.py`), or show it only one (`CUDA_VISIBLE_DEVICES=0`)"
+            )
+        activate(model, self.config)
+
+    def on_init_end(self, args: TrainingArguments, *_: Any, **named: Any) -> None:
+        """Activate the model, so that evaluation without training runs on it too."""
+        self.start(args, named["model"])
+
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **named: Any) -> None:
+        """Activate the model again: with `model_init` the Trainer has made a new one."""
+        self.start(args, named["model"])

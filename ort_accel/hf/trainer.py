@@ -1,0 +1,73 @@
+"""The trainers of transformers, with their model on ONNX Runtime. Loops and checkpoints stay theirs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+
+from ort_accel.config import Config
+from ort_accel.errors import OrtAccelError
+from ort_accel.hf.activation import ConfigSource, usable_config
+from ort_accel.hf.callback import ORTAccelCallback
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class _OnOnnxRuntime(_Base):
+    """What both trainers add: one argument, and one callback."""
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *more: Any,
+        ort_config: ConfigSource = None,
+        **named: Any,
+    ) -> None:
+        config = _one_config(ort_config, getattr(args, "ort_config", None))
+        super().__init__(model, args, *more, **named)
+        self._add_ort_callback(config)
+
+    def _add_ort_callback(self, config: Config) -> None:
+        given = [callback for callback in self.callback_handler.callbacks if isinstance(callback, ORTAccelCallback)]
+        if any(callback.config != config for callback in given):
+            raise OrtAccelError(
+                f"{type(self).__name__} was given an ORTAccelCallback with another configuration than its own; "
+                "remove the callback: this trainer does its work"
+            )
+        if not given:
+            callback = ORTAccelCallback(config)
+            self.add_callback(callback)
+            callback.on_init_end(self.args, model=self.model)
+
+
+class ORTTrainer(_OnOnnxRuntime, Trainer):
+    """`transformers.Trainer` with its model on ONNX Runtime. Takes the same arguments, and `ort_config`.
+
+    `ort_config` is a YAML file, the same as a dict, or a `Config`; without it `ORTTrainingArguments.ort_config` counts,
+    and without both the defaults. A configuration that cannot be used is an error before anything is built.
+    """
+
+
+class ORTSeq2SeqTrainer(_OnOnnxRuntime, Seq2SeqTrainer):
+    """`transformers.Seq2SeqTrainer` with its model on ONNX Runtime. Takes the same arguments, and `ort_config`."""
+
+
+def _one_config(from_call: ConfigSource, from_args: str | None) -> Config:
+    if from_call is None or from_args is None:
+        return usable_config(from_args if from_call is None else from_call)
+    config = usable_config(from_call)
+    if config != usable_config(from_args):
+        raise OrtAccelError(
+            f"the trainer was given one ort_config ({_shown(from_call)}) and its training arguments another "
+            f"({from_args}), and they differ; give only one of them"
+        )
+    return config
+
+
+def _shown(source: ConfigSource) -> str:
+    return "a Config" if isinstance(source, Config) else str(source)

@@ -1,0 +1,128 @@
+"""Which nodes ONNX Runtime runs, and why it does not run the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from ort_accel.lowering.nodes import fakes_in, is_random, writes
+from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, Operand, Slower
+from ort_accel.lowering.registry import lower, lowerings
+from ort_accel.lowering.sizes import expression
+from ort_accel.lowering.slower import slower
+from ort_accel.reporting import Reason
+from ort_accel.runtime.session import Session, SessionSettings
+
+aten = torch.ops.aten
+
+BLANK = {aten.empty, aten.empty_like, aten.empty_permuted, aten.empty_strided}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why PyTorch runs a node."""
+
+    reason: Reason
+    detail: str = ""
+
+
+def operands(node: fx.Node, make: Any) -> tuple[Any, Any]:
+    """The node's arguments for a lowering: tensors made by `make`, sizes as they are."""
+
+    def convert(argument: fx.Node) -> Any:
+        value = argument.meta.get("val")
+        return make(argument) if isinstance(value, torch.Tensor) else value
+
+    return fx.map_arg(node.args, convert), fx.map_arg(node.kwargs, convert)
+
+
+@dataclass
+class Assigner:
+    """Decides node by node, trying each kind of node once in a model of its own."""
+
+    opset: int
+    unwanted: frozenset[str] = frozenset()
+    for_speed: bool = True
+    """Leave to PyTorch what it was measured to run faster."""
+    _tried: dict[Any, Refusal | None] = field(default_factory=dict)
+
+    def refusal(self, node: fx.Node) -> Refusal | None:
+        """Why PyTorch must run this node; None if ONNX Runtime can."""
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            return Refusal(Reason.UNSUPPORTED_OP, "not an ATen operator")
+        if {str(target), str(target).rpartition(".")[0]} & self.unwanted:
+            return Refusal(Reason.WISH)
+        if "scaled_dot_product" in str(target) or "flash_attention" in str(target):
+            return Refusal(Reason.ATTENTION)
+        if is_random(node):
+            return Refusal(Reason.RANDOM)
+        if target.overloadpacket in BLANK and all(map(is_random, node.users)):
+            return Refusal(Reason.RANDOM, "memory to draw into")
+        if writes(node):
+            return Refusal(Reason.MUTATION)
+        if torch.Tag.data_dependent_output in target.tags or free_unbacked_symbols(fakes_in(node.meta["val"])):
+            return Refusal(Reason.DATA_DEPENDENT)
+        if target not in lowerings():
+            return Refusal(Reason.UNSUPPORTED_OP)
+        inputs = [argument.meta.get("val") for argument in node.all_input_nodes]
+        for tensor in fakes_in(inputs) + fakes_in(node.meta["val"]):
+            if tensor.dtype not in DTYPES:
+                return Refusal(Reason.UNSUPPORTED_DTYPE, str(tensor.dtype))
+        if any(0 in map(expression, tensor.shape) for tensor in fakes_in(node.meta["val"])):
+            return Refusal(Reason.SMALL, "an empty tensor, for which some kernels give no result")
+        figures = slower(node) if self.for_speed else None
+        return Refusal(Reason.SLOWER, figures) if figures else self._trial(node)
+
+    def _trial(self, node: fx.Node) -> Refusal | None:
+        key = (node.target, str(operands(node, lambda item: _kind(item.meta["val"]))), str(_kinds(node.meta["val"])))
+        if key not in self._tried:
+            self._tried[key] = self._try(node)
+        return self._tried[key]
+
+    def _try(self, node: fx.Node) -> Refusal | None:
+        graph = OnnxGraph(self.opset)
+        made: dict[fx.Node, Operand] = {}
+
+        def make(argument: fx.Node) -> Operand:
+            if argument not in made:
+                made[argument] = graph.input(f"input_{len(made)}", argument.meta["val"])
+            return made[argument]
+
+        try:
+            args, kwargs = operands(node, make)
+            results = lower(graph, node.target, args, kwargs, node.meta["val"])
+            outputs = [graph.op("Identity", value) for value in results if value is not None]
+            model = ir.to_proto(graph.model(outputs, "trial")).SerializeToString()
+            Session(model, [], [], SessionSettings(threads=1, optimize=False, log_severity=4))
+        except Slower as error:
+            return Refusal(Reason.SLOWER, str(error))
+        except NotLowerable as error:
+            return Refusal(Reason.UNSUPPORTED_OP, str(error))
+        except Exception as error:
+            return Refusal(Reason.UNSUPPORTED_DTYPE, _short(error))
+        return None
+
+
+def _kind(fake: Any) -> Any:
+    """What a lowering may decide by: the type, and the sizes that are fixed."""
+    if not isinstance(fake, torch.Tensor):
+        return fake
+    return (fake.dtype, tuple(size if isinstance(size, int) else "n" for size in fake.shape))
+
+
+def _kinds(value: Any) -> Any:
+    return tuple(map(_kind, value)) if isinstance(value, tuple | list) else _kind(value)
+
+
+def _short(error: Exception) -> str:
+    text = str(error)
+    marker = "Could not find an implementation for "
+    if marker in text:
+        return "no kernel for " + text.split(marker)[1].split(" node")[0]
+    return text.splitlines()[0][:200] if text else type(error).__name__

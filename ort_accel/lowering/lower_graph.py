@@ -1,0 +1,153 @@
+"""The whole way of one graph: decide, cut, build each segment, and string them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from torch import fx
+
+from ort_accel.lowering.assign import Assigner, Refusal
+from ort_accel.lowering.flops import flops
+from ort_accel.lowering.islands import merge_islands
+from ort_accel.lowering.nodes import count_ops, is_size, op_name, returned, tensors_of
+from ort_accel.lowering.ort_segment import OrtSegment, build
+from ort_accel.lowering.program import SIZE, Program, Step, mark_last_uses
+from ort_accel.lowering.pytorch_segment import PyTorchSegment
+from ort_accel.lowering.segments import Assignment, Body, Cut, assign, body_of, cut
+from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
+from ort_accel.reporting import Reason, Report, Runner, Segment
+from ort_accel.runtime.sessions import Sessions
+
+
+@dataclass
+class Lowering:
+    """What lowering needs to know, the same for all graphs of a model."""
+
+    sessions: Sessions
+    opset: int
+    report: Report
+    unwanted: frozenset[str] = frozenset()
+    failed: Callable[[Exception], bool] = lambda _: True
+    """Told of a segment that failed at run time where PyTorch did not; says whether to try it again."""
+    for_speed: bool = True
+    """Let PyTorch run what it runs faster. Without it, ONNX Runtime runs all that it can."""
+    assigner: Assigner = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.assigner = Assigner(self.opset, self.unwanted, self.for_speed)
+
+
+def lower_graph(
+    module: fx.GraphModule, lowering: Lowering, name: str, bound: Callable[[fx.Node], bool] = lambda _: False
+) -> Program:
+    """Turn a functional ATen graph into a program. `bound` tells inputs that usually stay at their place."""
+    with lowering.report.timed("assign operators", name):
+        assignment = assign(module.graph, lowering.assigner.refusal)
+    cuts = cut(module.graph, assignment)
+    if lowering.for_speed:
+        merged = merge_islands(cuts)
+        cuts = merged.cuts
+        for node in merged.given_up:
+            assignment.refusals[node] = Refusal(Reason.SMALL)
+    _record(cuts, assignment, lowering.report, name)
+    with lowering.report.timed("build sessions", name):
+        return _Assembly(module, lowering, name, bound, assignment, cuts).program()
+
+
+def _record(cuts: Sequence[Cut], assignment: Assignment, report: Report, name: str) -> None:
+    for refused, refusal in assignment.refusals.items():
+        report.fallback(op_name(refused), refusal.reason, refusal.detail)
+    for item in cuts:
+        report.segments.append(Segment(name, item.runner, count_ops(item.nodes), sum(map(flops, item.nodes))))
+
+
+class _Assembly:
+    """Numbers the values that pass between segments, and builds each segment."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        lowering: Lowering,
+        name: str,
+        bound: Callable[[fx.Node], bool],
+        assignment: Assignment,
+        cuts: list[Cut],
+    ) -> None:
+        self._module, self._lowering, self._name, self._bound = module, lowering, name, bound
+        self._free, self._cuts = assignment.free, cuts
+        self._register: dict[fx.Node, int] = {}
+        self._place = {node: position for position, node in enumerate(module.graph.nodes)}
+
+    def program(self) -> Program:
+        placeholders = self._module.graph.find_nodes(op="placeholder")
+        symbols = SymbolSource()
+        for position, node in enumerate(placeholders):
+            self._register[node] = position
+            symbols.learn(position, node.meta.get("val"))
+        results = returned(self._module.graph)
+        self._views = self._returned_views(results)
+        steps = [self._step(index, item) for index, item in enumerate(self._cuts)]
+        if self._views:
+            steps.append(self._pytorch_step(body_of([], self._views, self._free), self._views))
+        outputs = [self._output(item) for item in results]
+        mark_last_uses(steps, {index for index in outputs if index is not None})
+        sizes = SizeFunction(expression(i.meta["val"] if isinstance(i, fx.Node) else i) for i in results if _sized(i))
+        return Program(steps, len(self._register), symbols, outputs, sizes)
+
+    def _returned_views(self, results: Sequence[Any]) -> list[fx.Node]:
+        """Views among the graph's outputs; PyTorch takes them at the end, at no cost."""
+        nodes = [item for item in results if isinstance(item, fx.Node) and item.op != "placeholder"]
+        return [node for node in dict.fromkeys(nodes) if node in self._free]
+
+    def _wanted(self, index: int, item: Cut) -> list[fx.Node]:
+        """The values of this segment that a later segment or the caller needs."""
+        later = {node for other in self._cuts[index + 1 :] for node in other.nodes}
+        own = set(item.nodes)
+        wanted: dict[fx.Node, None] = {}
+        for node in item.nodes:
+            for value in tensors_of(node):
+                if self._needed(value, later, own):
+                    wanted[value] = None
+        return list(wanted)
+
+    def _needed(self, value: fx.Node, later: set[fx.Node], own: set[fx.Node]) -> bool:
+        pending = list(value.users)
+        while pending:
+            user = pending.pop()
+            if user in later or user.op == "output":
+                return True
+            if user in self._free and user not in own:
+                pending.extend(user.users)
+        return False
+
+    def _step(self, index: int, item: Cut) -> Step:
+        wanted = self._wanted(index, item)
+        body = body_of(item.nodes, wanted, self._free)
+        if item.runner is Runner.PYTORCH:
+            return self._pytorch_step(body, wanted)
+        model = build(body, wanted, self._lowering.opset, f"{self._name} part {index}")
+        twin = cache(lambda: PyTorchSegment(body, wanted, self._module))
+        segment = OrtSegment(model, self._lowering.sessions, self._bound, twin, self._lowering.failed)
+        return self._numbered(segment, segment.inputs, wanted)
+
+    def _pytorch_step(self, body: Body, wanted: list[fx.Node]) -> Step:
+        segment = PyTorchSegment(body, wanted, self._module)
+        return self._numbered(segment, segment.inputs, wanted)
+
+    def _numbered(self, run: Any, inputs: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> Step:
+        reads = [self._register[node] for node in inputs]
+        for node in wanted:
+            self._register.setdefault(node, len(self._register))
+        return Step(run, reads, [self._register[node] for node in wanted])
+
+    def _output(self, item: Any) -> int | None:
+        if item is None:
+            return None
+        return SIZE if _sized(item) else self._register[item]
+
+
+def _sized(item: Any) -> bool:
+    return isinstance(item, int) or (isinstance(item, fx.Node) and is_size(item))

@@ -1,0 +1,75 @@
+"""What can be told from a node of an ATen graph."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def op_name(node: fx.Node) -> str:
+    """The operator as a user knows it: `aten.gelu.default`."""
+    return str(node.target)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node's value is an integer size, which is computed from the inputs' sizes rather than run."""
+    return isinstance(node.meta.get("val"), int | torch.SymInt)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at its input's memory in another way."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    aliases = [item.alias_info for item in target._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a node may change a tensor that it was given."""
+    target = node.target
+    return not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable
+
+
+def is_part(node: fx.Node) -> bool:
+    """Whether a node only takes one of the several outputs of another."""
+    return node.target is operator.getitem
+
+
+def constant_of(node: fx.Node) -> torch.Tensor:
+    """The tensor that a `get_attr` node stands for, such as the number in `torch.tensor(0.5)`."""
+    assert isinstance(node.target, str)
+    tensor: torch.Tensor = operator.attrgetter(node.target)(node.graph.owning_module)
+    return tensor
+
+
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a node makes: itself, or those of its several outputs that are taken."""
+    return [user for user in node.users if is_part(user)] or [node]
+
+
+def fakes_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a node's value, or in a list of values."""
+    items = value if isinstance(value, tuple | list) else [value]
+    return [item for item in items if isinstance(item, torch.Tensor)]
+
+
+def returned(graph: fx.Graph) -> Sequence[Any]:
+    """What a graph returns: nodes, plain numbers, or None."""
+    outputs: Any = graph.output_node().args[0]
+    return outputs if isinstance(outputs, tuple | list) else (outputs,)
+
+
+def count_ops(nodes: Sequence[fx.Node]) -> dict[str, int]:
+    """How many nodes of each operator, most frequent first."""
+    return dict(Counter(map(op_name, nodes)).most_common())

@@ -1,0 +1,222 @@
+"""Building one ONNX model, operator by operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import sympy
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ort_accel.lowering.sizes import Size, expression
+
+DTYPES = {
+    torch.float32: ir.DataType.FLOAT,
+    torch.float64: ir.DataType.DOUBLE,
+    torch.float16: ir.DataType.FLOAT16,
+    torch.bfloat16: ir.DataType.BFLOAT16,
+    torch.int64: ir.DataType.INT64,
+    torch.int32: ir.DataType.INT32,
+    torch.int16: ir.DataType.INT16,
+    torch.int8: ir.DataType.INT8,
+    torch.uint8: ir.DataType.UINT8,
+    torch.bool: ir.DataType.BOOL,
+}
+
+MICROSOFT = "com.microsoft"
+
+
+class NotLowerable(Exception):
+    """This node cannot be written in ONNX; the text says why."""
+
+
+class Slower(NotLowerable):
+    """ONNX Runtime could run this node, but PyTorch's kernel was measured to be faster; the text gives the figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor in the ONNX graph, together with what is known of it."""
+
+    value: ir.Value
+    fake: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fake.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.fake.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.fake.ndim
+
+
+Input = Operand | ir.Value | None
+
+
+def onnx_dtype(dtype: torch.dtype) -> ir.DataType:
+    """The ONNX type of a torch type."""
+    if dtype not in DTYPES:
+        raise NotLowerable(f"ONNX Runtime has no {dtype}")
+    return DTYPES[dtype]
+
+
+def describe(value: ir.Value, fake: torch.Tensor) -> None:
+    """Give a value the type and the fixed sizes of a tensor."""
+    value.type = ir.TensorType(onnx_dtype(fake.dtype))
+    value.shape = ir.Shape([size if isinstance(size, int) else None for size in fake.shape])
+
+
+def axis(dim: int, ndim: int) -> int:
+    """A dimension counted from the front."""
+    return dim % ndim if ndim else 0
+
+
+@dataclass(frozen=True)
+class SizeInput:
+    """An int64 input of the model that carries sizes: a shape, or (as `scalar`) a single number."""
+
+    value: ir.Value
+    sizes: tuple[int | sympy.Expr, ...]
+    scalar: bool
+
+
+class OnnxGraph:
+    """One ONNX model under construction.
+
+    Lowerings call `op` for operators, and `constant`, `scalar` and `sizes` for what is not a tensor of the graph.
+    `result` is the fake tensor (or tuple of them) that the node being lowered must produce.
+    """
+
+    def __init__(self, opset: int) -> None:
+        self.opset = opset
+        self.inputs: list[ir.Value] = []
+        self.size_inputs: dict[tuple[Any, ...], SizeInput] = {}
+        self.nodes: list[ir.Node] = []
+        self.result: Any = None
+        self._constants: dict[tuple[Any, ...], ir.Value] = {}
+        self._counter = 0
+
+    def _name(self, hint: str) -> str:
+        self._counter += 1
+        return f"{hint}_{self._counter}"
+
+    def input(self, name: str, fake: torch.Tensor) -> Operand:
+        """A tensor that comes from outside."""
+        value = ir.Value(name=name)
+        describe(value, fake)
+        self.inputs.append(value)
+        return Operand(value, fake)
+
+    def op(
+        self, op_type: str, *inputs: Input, outputs: int = 1, domain: str = "", **attributes: Any
+    ) -> Any:  # one ir.Value, or a tuple of `outputs` values
+        """Add one operator; attributes that are None are left out."""
+        values = [item.value if isinstance(item, Operand) else item for item in inputs]
+        while values and values[-1] is None:  # named as absent, a last input crashed onnxruntime-training 1.19.2
+            values.pop()
+        results = [ir.Value(name=self._name(op_type)) for _ in range(outputs)]
+        given = {name: value for name, value in attributes.items() if value is not None}
+        node = ir.node(op_type, values, given, domain=domain, outputs=results, name=self._name(op_type))
+        self.nodes.append(node)
+        return results[0] if outputs == 1 else tuple(results)
+
+    def extend(self, nodes: Iterable[ir.Node]) -> None:
+        """Add operators that were made elsewhere; they and their outputs get names of this graph."""
+        for node in nodes:
+            node.name = self._name(node.op_type)
+            for output in node.outputs:
+                output.name = self._name(node.op_type)
+            self.nodes.append(node)
+
+    def constant(self, array: np.ndarray[Any, Any]) -> ir.Value:
+        """A constant tensor; equal ones are shared."""
+        key = (array.dtype.str, array.shape, array.tobytes())
+        if key not in self._constants:
+            name = self._name("constant")
+            kind = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+            value = ir.Value(name=name, type=kind, shape=ir.Shape(array.shape))
+            value.const_value = ir.tensor(array, name=name)
+            self._constants[key] = value
+        return self._constants[key]
+
+    def tensor(self, tensor: torch.Tensor) -> ir.Value:
+        """A torch tensor as a constant."""
+        with _disable_current_modes():  # its numbers are wanted, though all around it is traced
+            if tensor.dtype == torch.bfloat16:  # which numpy does not have
+                return self.cast_from(self.tensor(tensor.float()), torch.float32, tensor.dtype)
+            return self.constant(tensor.detach().cpu().contiguous().numpy())
+
+    def scalar(self, number: Any, dtype: torch.dtype) -> ir.Value:
+        """A 0-dimensional tensor: a constant, or an input where the number is a size that may change."""
+        if isinstance(number, torch.SymInt):
+            return self.cast_from(self._size_input((number,), scalar=True), torch.int64, dtype)
+        if not isinstance(number, int | float | bool):
+            raise NotLowerable(f"a scalar of type {type(number).__name__}")
+        if dtype == torch.bfloat16:
+            return self.cast_from(self.scalar(number, torch.float32), torch.float32, dtype)
+        kind = onnx_dtype(dtype).numpy()
+        if kind.kind in "iu" and not (np.iinfo(kind).min <= int(number) <= np.iinfo(kind).max):
+            raise NotLowerable(f"{number} does not fit into {dtype}")
+        with np.errstate(over="ignore"):
+            return self.constant(np.array(number, dtype=kind))
+
+    def ints(self, numbers: Sequence[int]) -> ir.Value:
+        """A constant list of integers."""
+        return self.constant(np.array(numbers, dtype=np.int64))
+
+    def sizes(self, sizes: Sequence[Size]) -> ir.Value:
+        """A list of sizes: a constant where all are fixed, otherwise an input of the model."""
+        if all(isinstance(expression(size), int) for size in sizes):
+            return self.ints([int(size) for size in sizes])
+        return self._size_input(tuple(sizes), scalar=False)
+
+    def _size_input(self, sizes: tuple[Size, ...], *, scalar: bool) -> ir.Value:
+        key = (scalar, *(expression(size) for size in sizes))
+        if key not in self.size_inputs:
+            shape = ir.Shape([] if scalar else [len(sizes)])
+            value = ir.Value(name=self._name("sizes"), type=ir.TensorType(ir.DataType.INT64), shape=shape)
+            self.size_inputs[key] = SizeInput(value, key[1:], scalar)
+        return self.size_inputs[key].value
+
+    def cast_from(self, value: ir.Value, source: torch.dtype, target: torch.dtype) -> ir.Value:
+        """Cast a value whose type is known."""
+        if source == target:
+            return value
+        cast: ir.Value = self.op("Cast", value, to=int(onnx_dtype(target)))
+        return cast
+
+    def cast(self, operand: Operand, dtype: torch.dtype) -> ir.Value:
+        """Cast a tensor; nothing is added where it has the type already."""
+        return self.cast_from(operand.value, operand.dtype, dtype)
+
+    def reshape(self, value: Input, sizes: Sequence[Size]) -> ir.Value:
+        """View with new sizes. With one open size the shape is a constant, which lets ONNX Runtime optimize."""
+        fixed = [expression(size) for size in sizes]
+        open_sizes = [size for size in fixed if not isinstance(size, int)]
+        if len(open_sizes) == 1 and all(size for size in fixed if isinstance(size, int)):
+            shape = self.ints([size if isinstance(size, int) else -1 for size in fixed])
+            reshaped: ir.Value = self.op("Reshape", value, shape)
+        else:
+            reshaped = self.op("Reshape", value, self.sizes(sizes), allowzero=1)
+        return reshaped
+
+    def model(self, outputs: Sequence[ir.Value], name: str) -> ir.Model:
+        """The finished model; every output gets a value of its own."""
+        domains = {"": self.opset} | {node.domain: 1 for node in self.nodes if node.domain}
+        graph = ir.Graph(
+            [*self.inputs, *(size.value for size in self.size_inputs.values())],
+            outputs,
+            nodes=self.nodes,
+            initializers=list(self._constants.values()),
+            opset_imports=domains,
+            name=name,
+        )
+        return ir.Model(graph, ir_version=9, producer_name="ort_accel")

@@ -1,0 +1,103 @@
+"""Variances, deviations and the lengths of vectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, axis
+from ort_accel.lowering.ops.elementwise import root_of
+from ort_accel.lowering.ops.reductions import Dims, extreme_of, not_empty, reduce
+from ort_accel.lowering.registry import lowers
+
+aten = torch.ops.aten
+
+
+def _variance(graph: OnnxGraph, operand: Operand, dims: Dims, correction: float | None, keepdim: bool) -> Any:
+    """Variance and mean."""
+    not_empty(operand)
+    ndim, dtype = operand.ndim, operand.dtype
+    if ndim == 0:
+        raise NotLowerable("the variance of a single number")
+    mean = reduce(graph, "ReduceMean", operand, ndim, dims, True)
+    deviation = graph.op("Sub", operand, mean)
+    total = reduce(graph, "ReduceSum", graph.op("Mul", deviation, deviation), ndim, dims, keepdim)
+    axes = [axis(dim, ndim) for dim in dims] if dims else range(ndim)
+    count: Any = math.prod(operand.shape[dim] for dim in axes)
+    lost = graph.scalar(1 if correction is None else correction, dtype)
+    free = graph.op("Max", graph.op("Sub", graph.scalar(count, dtype), lost), graph.scalar(0, dtype))
+    average = mean if keepdim else reduce(graph, "ReduceMean", operand, ndim, dims, False)
+    return graph.op("Div", total, free), average
+
+
+@lowers(aten.var.correction)
+def var(
+    graph: OnnxGraph, operand: Operand, dims: Dims = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    return _variance(graph, operand, dims, correction, keepdim)[0]
+
+
+@lowers(aten.std.correction)
+def std(
+    graph: OnnxGraph, operand: Operand, dims: Dims = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    return root_of(graph, _variance(graph, operand, dims, correction, keepdim)[0], operand.dtype)
+
+
+@lowers(aten.var_mean.correction)
+def var_mean(
+    graph: OnnxGraph, operand: Operand, dims: Dims = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    return _variance(graph, operand, dims, correction, keepdim)
+
+
+@lowers(aten.std_mean.correction)
+def std_mean(
+    graph: OnnxGraph, operand: Operand, dims: Dims = None, *, correction: float | None = None, keepdim: bool = False
+) -> Any:
+    variance, average = _variance(graph, operand, dims, correction, keepdim)
+    return root_of(graph, variance, operand.dtype), average
+
+
+@lowers(aten.linalg_vector_norm.default)
+def vector_norm(
+    graph: OnnxGraph,
+    operand: Operand,
+    order: float = 2,
+    dims: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    not_empty(operand)
+    fake = operand.fake.to(graph.result.dtype)
+    length = Operand(graph.op("Abs", graph.cast(operand, graph.result.dtype)), fake)
+    if order in {math.inf, -math.inf}:
+        return extreme_of(graph, "ReduceMax" if order > 0 else "ReduceMin", length, dims, keepdim)
+    return _power_norm(graph, length, order, dims, keepdim)
+
+
+def _power_norm(graph: OnnxGraph, length: Operand, order: float, dims: Dims, keepdim: bool) -> Any:
+    dtype = length.dtype
+    if order == 0:
+        there = graph.op("Not", graph.op("Equal", length, graph.scalar(0, dtype)))
+        return reduce(graph, "ReduceSum", graph.cast_from(there, torch.bool, dtype), length.ndim, dims, keepdim)
+    if order == 1:
+        return reduce(graph, "ReduceSum", length, length.ndim, dims, keepdim)
+    if order == 2:
+        return root_of(
+            graph, reduce(graph, "ReduceSum", graph.op("Mul", length, length), length.ndim, dims, keepdim), dtype
+        )
+    power = graph.op("Pow", length, graph.scalar(order, dtype))
+    total = reduce(graph, "ReduceSum", power, length.ndim, dims, keepdim)
+    return graph.op("Pow", total, graph.scalar(1 / order, dtype))
+
+
+@lowers(aten.norm.ScalarOpt_dim, aten.norm.Scalar)
+def norm(
+    graph: OnnxGraph, operand: Operand, order: float | None, dims: Sequence[int] = (), keepdim: bool = False
+) -> Any:
+    return vector_norm(graph, operand, 2 if order is None else order, dims or None, keepdim)

@@ -1,0 +1,82 @@
+"""A lowered graph, ready to run: segments in order, each reading and writing numbered registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ort_accel.lowering.sizes import SizeFunction, SymbolSource
+
+Registers = list[Any]
+Symbols = dict[str, int]
+
+
+@dataclass
+class Step:
+    """One segment: what it reads, what it writes, and which registers nobody needs after it."""
+
+    run: Callable[[list[Any], Symbols], Sequence[Any]]
+    inputs: list[int]
+    outputs: list[int]
+    last_use: list[int] = field(default_factory=list)
+    reveals: SymbolSource | None = None
+    """Symbols that are known only once this step has run: sizes that depend on data."""
+
+
+class Program:
+    """Callable with a list of inputs, which it empties, so that memory is free as soon as it can be."""
+
+    def __init__(
+        self,
+        steps: list[Step],
+        registers: int,
+        symbols: SymbolSource,
+        outputs: list[int | None],
+        output_sizes: SizeFunction,
+    ) -> None:
+        self._boxed_call = True  # AOTAutograd's sign for "takes one list and may empty it"; copied with __dict__
+        self.steps = steps
+        self._registers = registers
+        self._symbols = symbols
+        self._outputs = outputs
+        self._output_sizes = output_sizes
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        """Run all segments. An output that is a size, not a tensor, is computed from the symbols."""
+        registers: Registers = [*args, *([None] * (self._registers - len(args)))]
+        args.clear()
+        symbols: Symbols = {}
+        self._symbols.read(registers, symbols)
+        for step in self.steps:
+            results = step.run([registers[index] for index in step.inputs], symbols)
+            for index, result in zip(step.outputs, results, strict=True):
+                registers[index] = result
+            if step.reveals is not None:
+                step.reveals.read(registers, symbols)
+            for index in step.last_use:
+                registers[index] = None
+        sizes = iter(self._output_sizes(symbols))
+        return [
+            None if index is None else next(sizes) if index == SIZE else registers[index] for index in self._outputs
+        ]
+
+
+SIZE = -1
+"""Stands in the list of outputs for a size."""
+
+
+def mark_last_uses(steps: Sequence[Step], kept: set[int]) -> None:
+    """Let each step clear the registers that are read for the last time in it, or never."""
+    needed = set(kept)
+    for step in reversed(steps):
+        touched = dict.fromkeys([*step.inputs, *step.outputs])
+        step.last_use = [index for index in touched if index not in needed]
+        needed.update(step.inputs)
+
+
+def as_tensors(results: Any) -> Sequence[torch.Tensor]:
+    """The results of a PyTorch segment as a sequence."""
+    return results if isinstance(results, tuple | list) else (results,)

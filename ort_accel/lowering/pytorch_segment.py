@@ -1,0 +1,40 @@
+"""A segment that PyTorch runs: the same ATen calls as in eager mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ort_accel.lowering.nodes import is_size
+from ort_accel.lowering.segments import Body
+from ort_accel.lowering.sizes import SizeFunction, expression
+
+aten = torch.ops.aten
+
+TOLERANT: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+"""Tensors from ONNX Runtime are contiguous where eager's may not be, so that a plain view can be impossible."""
+
+
+class PyTorchSegment:
+    """Runs nodes, together with the views they need, through code that torch.fx generates."""
+
+    def __init__(self, body: Body, wanted: Sequence[fx.Node], owner: fx.GraphModule) -> None:
+        self.inputs = [node for node in body.inputs if not is_size(node)]
+        sizes = [node for node in body.inputs if is_size(node)]
+        self._size_values = SizeFunction(expression(node.meta["val"]) for node in sizes)
+        graph = fx.Graph()
+        copies = {node: graph.placeholder(node.name) for node in [*self.inputs, *sizes]}
+        for node in body.nodes:
+            copy = graph.node_copy(node, copies.__getitem__)
+            copy.target = TOLERANT.get(copy.target, copy.target)
+            copies[node] = copy
+        graph.output([copies[node] for node in wanted])
+        self._module = fx.GraphModule(owner, graph)
+
+    def __call__(self, tensors: list[Any], symbols: dict[str, int]) -> Sequence[Any]:
+        """Run with these inputs."""
+        results: Sequence[Any] = self._module(*tensors, *self._size_values(symbols))
+        return results

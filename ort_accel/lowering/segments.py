@@ -1,0 +1,141 @@
+"""Cutting a graph into segments: runs of nodes that ONNX Runtime, or PyTorch, executes one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ort_accel.lowering.assign import Refusal
+from ort_accel.lowering.nodes import is_part, is_random, is_size, is_view, tensors_of, writes
+from ort_accel.reporting import Runner
+
+Decide = Callable[[fx.Node], Refusal | None]
+
+
+@dataclass
+class Cut:
+    """Neighbouring nodes of one runner, in order. Views are not among them: each segment repeats those it needs."""
+
+    runner: Runner
+    nodes: list[fx.Node]
+
+
+@dataclass
+class Assignment:
+    """For every node of a graph: who runs it, and why not ONNX Runtime."""
+
+    runner: dict[fx.Node, Runner]
+    refusals: dict[fx.Node, Refusal]
+    free: set[fx.Node]
+    """Views that both can run: whoever needs one takes it anew."""
+
+
+def assign(graph: fx.Graph, decide: Decide) -> Assignment:
+    """Decide for every node."""
+    runner: dict[fx.Node, Runner] = {}
+    refusals: dict[fx.Node, Refusal] = {}
+    free: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or is_size(node):
+            continue
+        if is_part(node):
+            if node.args[0] in free:
+                free.add(node)
+            continue
+        refusal = decide(node)
+        if refusal is None:
+            runner[node] = Runner.ORT
+            if is_view(node):
+                free.add(node)
+        else:
+            runner[node], refusals[node] = Runner.PYTORCH, refusal
+    return Assignment(runner, refusals, free)
+
+
+def sources(node: fx.Node, free: set[fx.Node]) -> set[fx.Node]:
+    """What must have run before this node, seen through views."""
+    found: set[fx.Node] = set()
+    pending = list(node.all_input_nodes)
+    while pending:
+        item = pending.pop()
+        if item in free or is_part(item):
+            pending.extend(item.all_input_nodes)
+        elif item.op == "call_function" and not is_size(item):
+            found.add(item)
+    return found
+
+
+def cut(graph: fx.Graph, assignment: Assignment) -> list[Cut]:
+    """Group nodes so that control changes hands as rarely as the data allows.
+
+    Nodes that draw random numbers or write into their inputs keep their order among each other, and a write keeps its
+    place among all others.
+    """
+    todo = [node for node in graph.nodes if node in assignment.runner and node not in assignment.free]
+    waits = _dependencies(todo, assignment.free)
+    done: set[fx.Node] = set()
+    cuts: list[Cut] = []
+    runner = Runner.PYTORCH
+    while todo:
+        taken: list[fx.Node] = []
+        left: list[fx.Node] = []
+        for node in todo:
+            if assignment.runner[node] is runner and waits[node] <= done:
+                taken.append(node)
+                done.add(node)
+            else:
+                left.append(node)
+        if taken:
+            cuts.append(Cut(runner, taken))
+        todo = left
+        runner = Runner.ORT if runner is Runner.PYTORCH else Runner.PYTORCH
+    return cuts
+
+
+def _dependencies(nodes: Sequence[fx.Node], free: set[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+    waits: dict[fx.Node, set[fx.Node]] = {}
+    ordered: fx.Node | None = None
+    write: fx.Node | None = None
+    seen: list[fx.Node] = []
+    for node in nodes:
+        waits[node] = sources(node, free) | ({write} if write else set())
+        if writes(node):
+            waits[node].update(seen)
+            write = node
+        if writes(node) or is_random(node):
+            if ordered is not None:
+                waits[node].add(ordered)
+            ordered = node
+        seen.append(node)
+    return waits
+
+
+@dataclass(frozen=True)
+class Body:
+    """What a segment executes, in order, and the values it needs from outside."""
+
+    inputs: list[fx.Node]
+    nodes: list[fx.Node]
+
+
+def body_of(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node], free: set[fx.Node]) -> Body:
+    """The nodes of a segment together with the views that they, or the values wanted from it, look through."""
+    own = {*nodes, *(part for node in nodes for part in tensors_of(node))}
+    inputs: dict[fx.Node, None] = {}
+    body: dict[fx.Node, None] = {}
+
+    def visit(node: fx.Node) -> None:
+        if node in body or node in inputs:
+            return
+        if node in own or node in free or node.op == "get_attr":
+            for argument in node.all_input_nodes:
+                visit(argument)
+            body[node] = None
+        else:
+            inputs[node] = None
+
+    for node in [*nodes, *wanted]:
+        visit(node)
+    return Body(list(inputs), list(body))

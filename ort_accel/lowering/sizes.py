@@ -1,0 +1,88 @@
+"""Sizes that are known only at run time: sympy expressions over the symbols that Dynamo gave to input dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import sympy
+import torch
+from torch.utils._sympy.printers import PythonPrinter
+
+Size = int | torch.SymInt
+
+
+def expression(size: Size) -> int | sympy.Expr:
+    """A size as a plain int where it is fixed, otherwise as an expression."""
+    if isinstance(size, torch.SymInt):
+        expr = size.node.expr
+        return int(expr) if expr.is_Integer else expr
+    return int(size)
+
+
+def known_equal(one: Size, other: Size) -> bool:
+    """Whether two sizes are the same for every input, as far as can be told without adding a guard."""
+    first, second = expression(one), expression(other)
+    if first == second:
+        return True
+    if isinstance(first, int) or isinstance(second, int):
+        return False
+    return _always_equal(first, second)
+
+
+@lru_cache(maxsize=4096)
+def _always_equal(first: sympy.Expr, second: sympy.Expr) -> bool:
+    return bool(sympy.expand(first - second) == 0)
+
+
+def hinted_elements(tensor: torch.Tensor) -> int:
+    """How many elements a fake tensor has, at the sizes that the graph was captured with."""
+    return math.prod(size if isinstance(size, int) else _hint(size) for size in tensor.shape)
+
+
+def _hint(size: torch.SymInt) -> int:
+    return int(size.node.hint) if size.node.has_hint() else 1
+
+
+class SizeFunction:
+    """Computes a tuple of sizes from the values of the symbols; remembers what it computed last."""
+
+    def __init__(self, sizes: Iterable[int | sympy.Expr]) -> None:
+        self.sizes = tuple(sizes)
+        symbols = {s for size in self.sizes if isinstance(size, sympy.Basic) for s in size.free_symbols}
+        self.symbols = tuple(sorted(str(symbol) for symbol in symbols))
+        printer = PythonPrinter()
+        bodies = [str(size) if isinstance(size, int) else printer.doprint(size) for size in self.sizes]
+        source = f"lambda {', '.join(self.symbols)}: ({''.join(body + ', ' for body in bodies)})"
+        self._compute: Callable[..., tuple[int, ...]] = eval(source, {"math": math, "torch": torch})
+        self._last: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def __call__(self, values: dict[str, int]) -> tuple[int, ...]:
+        """The sizes for these values of the symbols."""
+        key = tuple(values[symbol] for symbol in self.symbols)
+        if self._last is None or self._last[0] != key:
+            self._last = (key, tuple(int(size) for size in self._compute(*key)))
+        return self._last[1]
+
+
+class SymbolSource:
+    """Where the value of each symbol is read from: an int among the inputs, or one dimension of a tensor."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, tuple[int, int | None]] = {}
+
+    def learn(self, position: int, val: Any) -> None:
+        """Note which symbols the value at this position reveals."""
+        if isinstance(val, torch.SymInt) and isinstance(val.node.expr, sympy.Symbol):
+            self._places.setdefault(str(val.node.expr), (position, None))
+        elif isinstance(val, torch.Tensor):
+            for dim, size in enumerate(val.shape):
+                if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                    self._places.setdefault(str(size.node.expr), (position, dim))
+
+    def read(self, registers: list[Any], values: dict[str, int]) -> None:
+        """Read every symbol's value."""
+        for symbol, (position, dim) in self._places.items():
+            values[symbol] = registers[position] if dim is None else registers[position].shape[dim]

@@ -1,0 +1,139 @@
+"""The feature table: a report as people read it, on a terminal or in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from io import StringIO
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ort_accel.reporting import Fallback, Feature, Report, Runner, Segment, State
+
+WORDS = {State.APPLIED: "ON", State.REFUSED: "REFUSED", State.OFF: "OFF"}
+_STYLES = {State.APPLIED: "green", State.REFUSED: "yellow", State.OFF: "dim"}
+_KINDS = ("forward", "backward", "inference")
+_LONGEST_LIST = 10
+WIDTH = 120
+"""How wide the table is where there is no terminal to ask."""
+
+
+def feature_table(report: Report, everything: bool = True, width: int = WIDTH) -> str:
+    """The table as plain text."""
+    console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
+    console.print(render(report, everything))
+    assert isinstance(console.file, StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def print_feature_table(report: Report, everything: bool = True, stderr: bool = False) -> None:
+    """Print the table: in colour on a terminal that has any, otherwise as plain text."""
+    console = Console(stderr=stderr)
+    if console.is_terminal:
+        console.print(render(report, everything))
+    else:
+        print(feature_table(report, everything), file=console.file)
+
+
+def render(report: Report, everything: bool = True) -> RenderableType:
+    """The table for a rich console. Without `everything`, what is off is only named and long lists end early."""
+    version = report.versions.get("ort_accel", "")
+    title = Text(f"***** ort_accel {version}: this model runs on ONNX Runtime *****", style="bold")
+    parts: list[RenderableType | None] = [
+        title,
+        _features(report.features.values(), everything),
+        _shares(report.segments),
+    ]
+    longest = None if everything else _LONGEST_LIST
+    choices = [item for item in report.fallbacks if item.reason.is_choice]
+    forced = [item for item in report.fallbacks if not item.reason.is_choice]
+    parts.append(_fallbacks("PyTorch runs what ONNX Runtime cannot", forced, longest))
+    parts.append(_fallbacks("PyTorch runs by choice", choices, longest))
+    parts.append(_facts(report))
+    return Group(*(line for part in parts if part is not None for line in (part, Text())))
+
+
+def _features(features: Collection[Feature], everything: bool) -> RenderableType:
+    table = _table("feature", "", "why, or what it does")
+    shown = [feature for feature in features if everything or feature.state is not State.OFF]
+    for feature in shown:
+        state = Text(WORDS[feature.state], style=_STYLES[feature.state])
+        table.add_row(Text(feature.name), state, Text(feature.effect or feature.reason))
+    hidden = len(features) - len(shown)
+    if hidden:
+        where = Text("observe.log_level: info lists them", style="dim")
+        table.add_row(Text(f"{hidden} others"), Text("OFF", style="dim"), where)
+    return table
+
+
+def _shares(segments: Sequence[Segment]) -> RenderableType:
+    if not segments:
+        return Text("Nothing was compiled yet: the model was not called since it was accelerated.")
+    table = _table("run by ONNX Runtime", "nodes", "", "GFLOP, estimated", "", "graphs", "segments")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for kind in [*_KINDS, ""]:
+        part = [segment for segment in segments if segment.graph.startswith(kind)]
+        if part:
+            _add_share(table, kind or "all", part)
+    return table
+
+
+def _add_share(table: Table, name: str, segments: Sequence[Segment]) -> None:
+    def amounts(amount: Callable[[Segment], float], unit: float, digits: int) -> tuple[str, str]:
+        whole = sum(map(amount, segments))
+        ours = sum(amount(segment) for segment in segments if segment.runner is Runner.ORT)
+        return f"{ours / unit:,.{digits}f} of {whole / unit:,.{digits}f}", percent(ours, whole)
+
+    graphs = {segment.graph for segment in segments}
+    nodes = amounts(lambda segment: segment.nodes, 1, 0)
+    work = amounts(lambda segment: segment.flops, 1e9, 3)
+    table.add_row(name, *nodes, *work, str(len(graphs)), str(len(segments)))
+
+
+def percent(part: float, whole: float) -> str:
+    """A share that is rounded, but to 0 or 100 only where that is exact."""
+    if not whole:
+        return "-"
+    rounded = round(100 * part / whole)
+    if rounded == 100 and part < whole:
+        return "> 99 %"
+    return "< 1 %" if rounded == 0 and part else f"{rounded} %"
+
+
+def _fallbacks(title: str, items: Sequence[Fallback], longest: int | None) -> RenderableType | None:
+    if not items:
+        return None
+    table = _table("nodes", title)
+    table.columns[0].justify = "right"
+    for item in items[:longest]:
+        why = f"{item.reason}: {item.detail}" if item.detail else str(item.reason)
+        table.add_row(str(item.count), Text(f"{item.op}: {why}"))
+    rest = items[longest:] if longest is not None else []
+    if rest:
+        table.add_row(str(sum(item.count for item in rest)), Text(f"{len(rest)} more kinds", style="dim"))
+    return table
+
+
+def _facts(report: Report) -> RenderableType:
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(no_wrap=True)
+    facts.add_column(overflow="fold")
+    if report.timings:
+        phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in report.timings.items())
+        facts.add_row("set-up", Text(f"{sum(report.timings.values()):.2f} s: {phases}"))
+    if report.counters:
+        facts.add_row("counted", Text(", ".join(f"{name} {count}" for name, count in report.counters.items())))
+    if report.versions:
+        facts.add_row("versions", Text(", ".join(f"{name} {version}" for name, version in report.versions.items())))
+    for note in report.notes:
+        facts.add_row("note", Text(note))
+    return facts
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, no_wrap=heading is not headings[-1], overflow="fold")
+    return table

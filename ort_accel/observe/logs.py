@@ -1,0 +1,69 @@
+"""`observe.log_level`: who says how much. Touches the logger `ort_accel` only."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import TextIO
+
+LOG = logging.getLogger("ort_accel")
+
+_LEVELS = {
+    "verbose": logging.DEBUG,
+    "devinfo": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "fatal": logging.CRITICAL,
+}
+_ORT_SEVERITIES = {"verbose": 0, "devinfo": 1, "info": 2, "warning": 3, "error": 3, "fatal": 4}
+_EVERY_RANK = ("verbose", "devinfo")
+_SILENT = logging.CRITICAL + 1
+_ORT_SILENT = 4
+
+
+def rank() -> int:
+    """The number of this process among those that train together; 0 where it trains alone."""
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    given = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+    return int(given) if given.isdecimal() else 0
+
+
+def speaks(log_level: str) -> bool:
+    """Whether this process says anything at all: below `info` is for every rank, the rest for the first."""
+    return log_level in _EVERY_RANK or rank() == 0
+
+
+def severity(log_level: str) -> int:
+    """The severity from which on ONNX Runtime logs: it is kept one step quieter than ort_accel itself."""
+    return _ORT_SEVERITIES[log_level] if speaks(log_level) else _ORT_SILENT
+
+
+def configure(log_level: str) -> None:
+    """Let the logger `ort_accel` say as much as this level; calling it again only changes the level."""
+    LOG.setLevel(_LEVELS[log_level] if speaks(log_level) else _SILENT)
+    if not any(isinstance(handler, _ToStandardError) for handler in LOG.handlers):
+        LOG.addHandler(_ToStandardError())
+
+
+class _ToStandardError(logging.StreamHandler[TextIO]):
+    """Writes to what is the standard error at that time, unless the program has set up logging of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("ort_accel: %(levelname)s: %(message)s"))
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        """Where it writes is not kept."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)

@@ -1,0 +1,1 @@
+"""What the forward keeps for the backward, and what is computed again."""

@@ -1,0 +1,90 @@
+"""Optimized models kept on disk between runs, so that the next start need not optimize again.
+
+A file is named by a fingerprint of all that decides its content, and begins with a checksum of the rest. It is written
+aside and renamed, so that a process that is killed, or several that share the folder, never leave a half-written one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import ort_accel
+from ort_accel.reporting import Report
+
+FORMAT = b"ort_accel cache 1\n"
+CHECKSUM_BYTES = 32
+
+
+class ModelCache:
+    """A folder of optimized models. Trouble with the folder is noted in the report and costs only the time saved."""
+
+    def __init__(self, folder: Path, context: str, report: Report) -> None:
+        """`context` names what besides the model decides the result: the runtime, its version and its settings."""
+        self._folder, self._report = folder, report
+        self._context = "\n".join([ort_accel.__version__, platform.machine(), _processor(), context]).encode()
+
+    def get(self, model: bytes) -> bytes | None:
+        """The optimized model, if it is there and whole."""
+        path = self._path(model)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            self._report.counters["cache misses"] += 1
+            return None
+        except OSError as error:
+            self._report.note(f"engine.cache_dir: cannot read {path}: {error.strerror}; the model is optimized again")
+            return None
+        body = content[len(FORMAT) + CHECKSUM_BYTES :]
+        if content != FORMAT + hashlib.sha256(body).digest() + body:
+            self._report.note(f"engine.cache_dir: {path} is damaged; it is made again")
+            return None
+        self._report.counters["cache hits"] += 1
+        return body
+
+    def put(self, model: bytes, optimized: bytes) -> None:
+        """Keep an optimized model."""
+        content = FORMAT + hashlib.sha256(optimized).digest() + optimized
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_aside(self._path(model), content)
+        except OSError as error:
+            self._report.note(f"engine.cache_dir: cannot write to {self._folder}: {error.strerror}; nothing is kept")
+
+    def _path(self, model: bytes) -> Path:
+        fingerprint = hashlib.sha256(self._context + b"\0" + model).hexdigest()
+        return self._folder / f"{fingerprint}.model"
+
+
+def write_aside(path: Path, content: bytes) -> None:
+    """Write a file so that it is there whole or not at all."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def optimized_by(create: Callable[[Path], object]) -> bytes:
+    """The model that creating a session writes to the path it is given."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "optimized.onnx"
+        create(path)
+        return path.read_bytes()
+
+
+def _processor() -> str:
+    """The processor's name: optimized models may hold layouts for its vector width."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "cpu family", "model\t", "flags")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))

@@ -1,0 +1,18 @@
+"""Undoing what importing onnxruntime-training (1.19) changes in other packages."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+
+def restore_checkpoint_functions() -> None:
+    """Put back torch's and DeepSpeed's `checkpoint`, for which the front end of onnxruntime-training leaves wrappers.
+
+    Dynamo knows torch's function by identity, so that behind the wrapper every checkpoint divides the graph.
+    """
+    for name in ("torch.utils.checkpoint", "deepspeed.checkpointing"):
+        module = sys.modules.get(name)
+        function = getattr(module, "checkpoint", None)
+        if module is not None and getattr(function, "__module__", "").startswith("onnxruntime."):
+            module.__dict__["checkpoint"] = inspect.getclosurevars(function).nonlocals["original_checkpoint"]

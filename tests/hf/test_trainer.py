@@ -1,0 +1,204 @@
+"""ORTTrainer and ORTAccelCallback: which configuration counts, when it is refused, and which model it reaches."""
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    HfArgumentParser,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+import ort_accel
+from ort_accel import ConfigError, OrtAccelError
+from ort_accel.hf import (
+    ORTAccelCallback,
+    ORTSeq2SeqTrainer,
+    ORTSeq2SeqTrainingArguments,
+    ORTTrainer,
+    ORTTrainingArguments,
+)
+
+OFF = {"engine": {"enabled": False}}
+
+
+@pytest.fixture
+def accelerated(monkeypatch):
+    """Stands in for the engine: the list of models that were to be accelerated, with their configurations."""
+    calls = []
+    monkeypatch.setitem(vars(ort_accel), "accelerate", lambda model, config: calls.append((model, config)) or model)
+    return calls
+
+
+def tiny_bert():
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=32,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=32,
+            num_labels=2,
+        )
+    )
+
+
+def arguments(tmp_path, kind=ORTTrainingArguments, **more):
+    return kind(
+        output_dir=str(tmp_path / "out"), use_cpu=True, max_steps=3, save_strategy="no", disable_tqdm=True, **more
+    )
+
+
+def yaml(tmp_path, text, name="config.yaml"):
+    file = tmp_path / name
+    file.write_text(text)
+    return str(file)
+
+
+def samples():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 32, (12, 7), generator=generator)
+    return [{"input_ids": row, "labels": int(row[0]) % 2} for row in ids]
+
+
+def losses(trainer_type, tmp_path, **more):
+    set_seed(3)
+    args = arguments(tmp_path, logging_steps=1, per_device_train_batch_size=4)
+    trainer = trainer_type(tiny_bert(), args, train_dataset=samples(), **more)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_scripts_get_the_argument(tmp_path):
+    (args,) = HfArgumentParser(ORTTrainingArguments).parse_args_into_dataclasses(
+        ["--ort_config", "x.yaml", "--output_dir", str(tmp_path), "--use_cpu"]
+    )
+    assert args.ort_config == "x.yaml"
+    assert isinstance(args, TrainingArguments)
+
+
+def test_the_configuration_of_the_arguments_reaches_the_model(accelerated, tmp_path):
+    file = yaml(tmp_path, "memory: {level: 1}\n")
+    trainer = ORTTrainer(tiny_bert(), arguments(tmp_path, ort_config=file))
+    assert accelerated == [(trainer.model, ort_accel.load_config({"memory": {"level": 1}}))]
+
+
+@pytest.mark.parametrize("as_what", [dict, ort_accel.load_config])
+def test_the_configuration_of_the_call_reaches_the_model(accelerated, tmp_path, as_what):
+    trainer = ORTTrainer(tiny_bert(), arguments(tmp_path), ort_config=as_what({"memory": {"level": 1}}))
+    assert accelerated == [(trainer.model, ort_accel.load_config({"memory": {"level": 1}}))]
+
+
+def test_plain_training_arguments_give_the_defaults(accelerated, tmp_path):
+    trainer = ORTTrainer(tiny_bert(), arguments(tmp_path, TrainingArguments))
+    assert accelerated == [(trainer.model, ort_accel.load_config(None))]
+
+
+def test_two_different_configurations_are_an_error(accelerated, tmp_path):
+    args = arguments(tmp_path, ort_config=yaml(tmp_path, "memory: {level: 1}\n"))
+    with pytest.raises(OrtAccelError, match="give only one of them"):
+        ORTTrainer(tiny_bert(), args, ort_config={"memory": {"level": 0}})
+    assert not accelerated
+
+
+def test_the_same_configuration_twice_is_not_an_error(accelerated, tmp_path):
+    args = arguments(tmp_path, ort_config=yaml(tmp_path, "memory: {level: 1}\n"))
+    ORTTrainer(tiny_bert(), args, ort_config={"memory": {"level": 1}})
+    assert len(accelerated) == 1
+
+
+def test_a_wrong_file_is_refused_before_anything_is_built(accelerated, tmp_path):
+    built = []
+    args = arguments(tmp_path, ort_config=yaml(tmp_path, "engine:\n  enable: true\n"))
+    with pytest.raises(ConfigError, match=r"config.yaml:2:3: engine.enable: .*engine.enabled"):
+        ORTTrainer(args=args, model_init=lambda: built.append(tiny_bert()))
+    assert not built
+    assert not accelerated
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"optimizer": {"name": "adamw_ort_fused"}},
+        {"optimizer": {"fp16": {"replace_checks": True}}},
+        {"distributed": {"load_balancing": {"enabled": True}}},
+        {"observe": {"report_file": "report.json"}},
+    ],
+    ids=str,
+)
+def test_what_nobody_would_do_is_refused(accelerated, tmp_path, config):
+    with pytest.raises(ConfigError, match=r"has no effect .*; remove the key"):
+        ORTTrainer(tiny_bert(), arguments(tmp_path), ort_config=config)
+    assert not accelerated
+
+
+@pytest.mark.parametrize("source", ["callback", "trainer"])
+def test_a_switched_off_engine_leaves_losses_equal_to_the_bit(accelerated, tmp_path, source):
+    plain = losses(Trainer, tmp_path)
+    ours = (
+        losses(ORTTrainer, tmp_path, ort_config=OFF)
+        if source == "trainer"
+        else losses(Trainer, tmp_path, callbacks=[ORTAccelCallback(OFF)])
+    )
+    assert len(plain) == 3
+    assert ours == plain
+    assert not accelerated
+
+
+@pytest.mark.parametrize("source", ["callback", "trainer"])
+def test_training_on_the_engine_gives_eagers_losses(tmp_path, source):
+    plain = losses(Trainer, tmp_path)
+    ours = (
+        losses(ORTTrainer, tmp_path)
+        if source == "trainer"
+        else losses(Trainer, tmp_path, callbacks=[ORTAccelCallback()])
+    )
+    assert ours == pytest.approx(plain, abs=1e-5)
+
+
+@pytest.mark.parametrize("source", ["callback", "trainer"])
+def test_a_model_that_is_made_anew_for_training_is_reached_too(accelerated, tmp_path, source):
+    args = arguments(tmp_path)
+    made = []
+    init = {"model_init": lambda: made.append(tiny_bert()) or made[-1], "train_dataset": samples()}
+    trainer = (
+        ORTTrainer(args=args, **init)
+        if source == "trainer"
+        else Trainer(args=args, callbacks=[ORTAccelCallback()], **init)
+    )
+    trainer.train()
+    assert len(made) == 2
+    assert [model for model, _ in accelerated] == made
+
+
+def test_a_callback_with_the_trainers_own_configuration_does_its_work(accelerated, tmp_path):
+    trainer = ORTTrainer(tiny_bert(), arguments(tmp_path), callbacks=[ORTAccelCallback()])
+    assert len(accelerated) == 1
+    assert sum(isinstance(callback, ORTAccelCallback) for callback in trainer.callback_handler.callbacks) == 1
+
+
+def test_a_callback_with_another_configuration_is_an_error(accelerated, tmp_path):
+    with pytest.raises(OrtAccelError, match="remove the callback"):
+        ORTTrainer(tiny_bert(), arguments(tmp_path), callbacks=[ORTAccelCallback(OFF)])
+
+
+def test_data_parallel_is_refused_with_its_reason(accelerated, tmp_path):
+    args = arguments(tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(OrtAccelError, match=r"DataParallel.*torchrun --nproc_per_node 2"):
+        ORTTrainer(tiny_bert(), args)
+    assert not accelerated
+    ORTTrainer(tiny_bert(), args, ort_config=OFF)
+
+
+def test_sequence_to_sequence_models_are_reached_too(accelerated, tmp_path):
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    )
+    args = arguments(tmp_path, ORTSeq2SeqTrainingArguments, ort_config=yaml(tmp_path, "version: 1\n"))
+    trainer = ORTSeq2SeqTrainer(model, args)
+    assert accelerated == [(trainer.model, ort_accel.load_config(None))]

@@ -1,0 +1,93 @@
+"""Estimated floating point operations, against torch's own counter in the same run."""
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import ort_accel
+from ort_accel.reporting import Runner
+
+
+def counted_by_torch(model, step):
+    with FlopCounterMode(display=False) as counter:
+        step(model)
+    return counter.get_total_flops()
+
+
+def counted_by_us(model, step, **compute):
+    ort_accel.accelerate(model, {"compute": compute} if compute else None)
+    step(model)
+    return sum(segment.flops for segment in ort_accel.report(model).segments)
+
+
+def bert(attention):
+    config = hf.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=3
+    )
+    return hf.BertForSequenceClassification._from_config(config, attn_implementation=attention).train()
+
+
+def classify(length):
+    def step(model):
+        ids = torch.randint(3, 50, (2, length))
+        model(input_ids=ids, labels=torch.tensor([0, 2])).loss.backward()
+
+    return step
+
+
+def convnet():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 4, 2, stride=2),
+        nn.Conv2d(4, 6, 3, dilation=2),
+        nn.Flatten(),
+        nn.LazyLinear(5),
+    )
+
+
+def test_bert_counts_as_torch_counts_it():
+    model = bert("eager")
+    expected = counted_by_torch(model, classify(7))
+    assert counted_by_us(model, classify(7)) == expected > 100_000
+
+
+def test_a_size_that_can_change_counts_as_it_was_when_it_was_compiled():
+    model = bert("eager")
+    each = [counted_by_torch(model, classify(length)) for length in (7, 9)]
+    ort_accel.accelerate(model)
+    for length in (7, 9, 11):
+        classify(length)(model)
+    assert sum(segment.flops for segment in ort_accel.report(model).segments) == sum(each)
+
+
+def test_fused_attention_counts_like_its_products_and_the_scores_that_its_backward_makes_again():
+    torch.manual_seed(0)
+    fused = bert("sdpa").eval()
+    counted = counted_by_us(fused, classify(7), attention="fused")
+    products = counted_by_torch(bert("eager"), classify(7))
+    scores = 2 * (2 * 2) * 7 * 7 * 8  # per layer: batch x heads matrices of 7 x 7 from heads of 8
+    assert counted == products + 2 * scores
+    by_pytorch = sum(s.flops for s in ort_accel.report(fused).segments if s.runner is Runner.PYTORCH)
+    assert by_pytorch == 2 * 7 * scores
+
+
+@pytest.mark.parametrize("wants_input_grad", [False, True])
+def test_convolutions_count_as_torch_counts_them(wants_input_grad):
+    def step(model):
+        model(torch.randn(2, 3, 12, 12, requires_grad=wants_input_grad)).sum().backward()
+
+    model = convnet()
+    model(torch.randn(2, 3, 12, 12))
+    assert counted_by_us(model, step) == counted_by_torch(ort_accel.restore(model), step) > 10_000
+
+
+def test_groups_divide_the_work_of_both_gradients():
+    def step(model):
+        model(torch.randn(2, 8, 10, requires_grad=True)).sum().backward()
+
+    whole = counted_by_us(nn.Conv1d(8, 8, 3), step)
+    assert counted_by_us(nn.Conv1d(8, 8, 3, groups=4), step) == whole / 4

@@ -1,0 +1,87 @@
+"""Models of the families that people train learn on the engine what they learn in eager mode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from ort_accel.reporting import Reason, Runner
+from tests.against_eager import assert_step_as_eager, compilations, pair, report, step
+from tests.models.zoo import FAMILIES, Family
+
+WITH_BREAKS = {"deberta-v2", "mixtral", "wav2vec2"}
+"""Whose own code asks for numbers in the middle (which experts are needed, whether a layer is skipped)."""
+
+LOOPS_OVER_TOKENS = {"mamba"}
+"""Whose own code repeats itself for every token, so that no capture can serve two lengths."""
+
+FEATURES_ALONE = {"resnet"}
+"""Convolutions and what stands between them, which PyTorch runs faster."""
+
+
+def recaptures(family: Family, sizes: list[tuple[int, int]]) -> bool:
+    """Whether the last of these batches makes Dynamo capture anew, with nothing but PyTorch behind it."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def note(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    model = family.build()
+    model.compile(backend=note)
+    for rows, length in sizes:
+        before = len(graphs)
+        model(**family.batch(rows, length))
+    return len(graphs) > before
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_loss_and_every_gradient_equal_eagers(family: Family):
+    eager, ours = pair(family.build())
+    *warm_up, last = family.sizes
+    for seed, size in enumerate(warm_up):
+        torch.manual_seed(seed)
+        assert_step_as_eager(eager, ours, **family.batch(*size), seed=seed)
+    before = compilations(ours)
+    assert_step_as_eager(eager, ours, **family.batch(*last), seed=7)
+    assert compilations(ours) == before or (family.name in LOOPS_OVER_TOKENS and recaptures(family, family.sizes))
+
+    found = report(ours)
+    breaks = [item for item in found.fallbacks if item.reason is Reason.GRAPH_BREAK]
+    assert bool(breaks) == (family.name in WITH_BREAKS), breaks
+    work = {runner: sum(s.flops for s in found.segments if s.runner is runner) for runner in Runner}
+    assert work[Runner.ORT] > work[Runner.PYTORCH] or family.name in FEATURES_ALONE
+
+
+def losses(model: nn.Module, family: Family, steps: int) -> torch.Tensor:
+    """The loss curve of a training run on a few batches of changing length."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    torch.manual_seed(1)
+    batches = [family.batch(4, length) for length in (6, 9, 12, 8)]
+    curve = []
+    for number in range(steps):
+        loss = step(model, **batches[number % len(batches)], seed=number).loss
+        optimizer.step()
+        curve.append(loss)
+    return torch.stack(curve)
+
+
+@pytest.mark.parametrize("steps", [200])
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+def test_a_training_run_follows_eagers_loss_curve(name: str, steps: int):
+    (family,) = [family for family in FAMILIES if family.name == name]
+    eager, ours = pair(family.build())
+    expected = losses(eager, family, steps)
+    torch.testing.assert_close(losses(ours, family, steps), expected, rtol=0, atol=1e-3)
+    assert expected[-20:].mean() < expected[:20].mean() - 0.1, "nothing was learned, so nothing was compared"
+
+
+def test_two_identical_runs_give_identical_losses():
+    (family,) = [family for family in FAMILIES if family.name == "llama"]
+    start = family.build()
+    curves = [losses(pair(copy.deepcopy(start))[1], family, 12) for _ in range(2)]
+    assert torch.equal(*curves)

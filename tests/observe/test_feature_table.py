@@ -1,0 +1,111 @@
+"""The feature table says what the report says: all of it, in any width, with or without a terminal."""
+
+import re
+
+import pytest
+from rich.console import Console
+
+from ort_accel.observe.feature_table import feature_table, percent, render
+from ort_accel.reporting import Reason, Report, Runner, Segment
+
+
+def report(**fallbacks):
+    made = Report(versions={"ort_accel": "9.8.7", "torch": "2.0"})
+    made.applied("engine", "onnxruntime 1.2.3, 5 threads")
+    made.refused("compute.upstream", "not in [this] version")
+    made.off("memory.level", "not asked for")
+    made.segments += [
+        Segment("forward 0", Runner.ORT, {"aten.mm": 3}, 3e9),
+        Segment("forward 0", Runner.PYTORCH, {"aten.topk": 1}, 1e9),
+        Segment("backward 0", Runner.ORT, {"aten.mm": 6}, 6e9),
+    ]
+    made.fallback("aten.topk", Reason.UNSUPPORTED_OP, "no lowering")
+    made.fallback("aten.bernoulli.p", Reason.RANDOM, count=12)
+    made.timings = {"capture": 1.25, "build sessions": 0.5}
+    made.counters["compilations"] = 2
+    made.note("the folder is full")
+    return made
+
+
+def row(table, start):
+    [line] = [line for line in table.splitlines() if line.strip().startswith(start)]
+    return " ".join(line.split())
+
+
+def test_every_feature_has_its_state_and_its_sentence():
+    table = feature_table(report())
+    assert row(table, "engine") == "engine ON onnxruntime 1.2.3, 5 threads"
+    assert row(table, "compute.upstream") == "compute.upstream REFUSED not in [this] version"
+    assert row(table, "memory.level") == "memory.level OFF not asked for"
+
+
+def test_shares_are_those_of_the_segments():
+    table = feature_table(report())
+    assert row(table, "forward") == "forward 3 of 4 75 % 3.000 of 4.000 75 % 1 2"
+    assert row(table, "backward") == "backward 6 of 6 100 % 6.000 of 6.000 100 % 1 1"
+    assert row(table, "all") == "all 9 of 10 90 % 9.000 of 10.000 90 % 2 3"
+    assert "inference" not in table
+
+
+def test_what_cannot_run_stands_apart_from_choices():
+    forced, choices = feature_table(report()).split("PyTorch runs by choice")
+    assert "1  aten.topk: unsupported operator: no lowering" in forced
+    assert "12  aten.bernoulli.p: random" in choices
+    assert "aten.bernoulli" not in forced
+
+
+def test_times_counters_versions_and_notes_are_there():
+    table = feature_table(report())
+    assert row(table, "set-up") == "set-up 1.75 s: capture 1.25, build sessions 0.50"
+    assert row(table, "counted") == "counted compilations 2"
+    assert row(table, "versions") == "versions ort_accel 9.8.7, torch 2.0"
+    assert row(table, "note") == "note the folder is full"
+
+
+def test_the_short_table_ends_long_lists_with_a_count_and_names_no_feature_that_is_off():
+    made = report()
+    for number in range(30):
+        made.fallback(f"aten.op_{number:02}", Reason.UNSUPPORTED_OP, count=100 - number)
+    short, long = feature_table(made, everything=False), feature_table(made)
+    assert "aten.op_00" in short
+    assert "aten.op_29" not in short
+    assert row(short, str(sum(100 - number for number in range(10, 30)) + 1)).endswith("21 more kinds")
+    assert row(short, "1 others").startswith("1 others OFF")
+    assert "memory.level" not in short
+    assert "aten.op_29" in long
+
+
+def test_the_most_frequent_comes_first():
+    made = report()
+    made.fallback("aten.often", Reason.UNSUPPORTED_OP, count=50)
+    table = feature_table(made)
+    assert table.index("aten.often") < table.index("aten.topk")
+
+
+def test_a_model_that_was_not_called_says_so():
+    assert "Nothing was compiled yet" in feature_table(Report())
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_no_line_is_wider_than_the_screen_and_nothing_is_cut_off(width):
+    table = feature_table(report(), width=width)
+    assert max(map(len, table.splitlines())) <= width
+    assert "onnxruntime 1.2.3, 5 threads" in " ".join(re.sub(r"\s+", " ", table).split()) or width < 60
+
+
+@pytest.mark.parametrize("variable", ["NO_COLOR", "TERM"])
+def test_without_colour_it_is_plain_text(variable, monkeypatch):
+    monkeypatch.setenv(variable, "dumb")
+    console = Console(force_terminal=True, width=100)
+    with console.capture() as shown:
+        console.print(render(report()))
+    assert "\x1b[3" not in shown.get()
+    assert "engine" in shown.get()
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"),
+    [(0, 10, "0 %"), (10, 10, "100 %"), (9999, 10000, "> 99 %"), (1, 10000, "< 1 %"), (1, 2, "50 %"), (0, 0, "-")],
+)
+def test_only_all_is_100_percent_and_only_nothing_is_0(part, whole, text):
+    assert percent(part, whole) == text
