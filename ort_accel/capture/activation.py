@@ -44,8 +44,8 @@ def own_entry(call: Callable[..., Any]) -> Callable[..., Any]:
     """A function that only makes this call, with code that no other model shares.
 
     Dynamo keeps what it compiled with the code where capture begins, and counts it against a limit. With shared code a
-    search that builds many models would run the later ones in eager mode. Besides, Dynamo does not look into torch's own
-    classes unless a frame from outside leads there.
+    search that builds many models would run the later ones in eager mode. Besides, Dynamo does not look into torch's
+    own classes unless a frame from outside leads there.
     """
 
     def entry(*args: Any, **kwargs: Any) -> Any:

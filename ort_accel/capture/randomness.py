@@ -19,7 +19,7 @@ def split_dropout(module: fx.GraphModule) -> int:
     The draw is the one that `native_dropout` makes, so the masks are eager's for the same seed.
     """
     found = module.graph.find_nodes(op="call_function", target=aten.native_dropout.default)
-    split = [node for node in found if node.args[2] is not False and 0 < _probability(node) < 1]
+    split = [node for node in found if node.args[2] is not False and _probability(node) > 0]
     for node in split:
         _split(module.graph, node)
     return len(split)
@@ -35,13 +35,20 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
     assert isinstance(operand, fx.Node)
     keep = 1 - _probability(node)
     with graph.inserting_before(node):
-        mask = _draw(graph, operand, node, keep)
-        dropped = graph.call_function(aten.native_dropout_backward.default, (operand, mask, 1 / keep))
+        mask = _draw(graph, operand, node, keep) if keep else _nothing_kept(graph, operand, node)
+        dropped = graph.call_function(aten.native_dropout_backward.default, (operand, mask, 1 / (keep or 1)))
     dropped.meta = {**node.meta, "val": node.meta["val"][0]}
     for part in [user for user in node.users if is_part(user)]:
         part.replace_all_uses_with((dropped, mask)[part.args[1]])  # type: ignore[index]
         graph.erase_node(part)
     graph.erase_node(node)
+
+
+def _nothing_kept(graph: fx.Graph, operand: fx.Node, node: fx.Node) -> fx.Node:
+    """The mask of a dropout that drops all: eager mode draws nothing for it."""
+    mask = graph.call_function(aten.zeros_like.default, (operand,), {"dtype": torch.bool})
+    mask.meta = {**node.meta, "val": node.meta["val"][1]}
+    return mask
 
 
 def _draw(graph: fx.Graph, operand: fx.Node, node: fx.Node, keep: float) -> fx.Node:

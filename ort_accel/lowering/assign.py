@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ort_accel.lowering.nodes import fakes_in, is_random, writes
-from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, Operand, Slower
+from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, Operand, Slower, describe
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.lowering.sizes import expression
 from ort_accel.lowering.slower import slower
@@ -97,7 +97,11 @@ class Assigner:
         try:
             args, kwargs = operands(node, make)
             results = lower(graph, node.target, args, kwargs, node.meta["val"])
-            outputs = [graph.op("Identity", value) for value in results if value is not None]
+            fakes = fakes_in(node.meta["val"])
+            made_values = [(value, fake) for value, fake in zip(results, fakes, strict=True) if value is not None]
+            outputs = [graph.op("Identity", value) for value, _ in made_values]
+            for output, (_, fake) in zip(outputs, made_values, strict=True):
+                describe(output, fake)  # a kernel whose result has another type than PyTorch's is refused
             model = ir.to_proto(graph.model(outputs, "trial")).SerializeToString()
             Session(model, [], [], SessionSettings(threads=1, optimize=False, log_severity=4))
         except Slower as error:

@@ -9,6 +9,10 @@ import torch
 from onnxruntime.capi import _pybind_state as ort
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
+from ort_accel.runtime.untouched import restore_checkpoint_functions
+
+restore_checkpoint_functions()
+
 OrtValue = Any
 OrtValues = Any
 

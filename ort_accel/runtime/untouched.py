@@ -13,6 +13,6 @@ def restore_checkpoint_functions() -> None:
     """
     for name in ("torch.utils.checkpoint", "deepspeed.checkpointing"):
         module = sys.modules.get(name)
-        function = getattr(module, "checkpoint", None)
-        if module is not None and getattr(function, "__module__", "").startswith("onnxruntime."):
-            module.__dict__["checkpoint"] = inspect.getclosurevars(function).nonlocals["original_checkpoint"]
+        while module is not None and module.__dict__["checkpoint"].__module__.startswith("onnxruntime."):
+            wrapper = module.__dict__["checkpoint"]  # around another one, after an import that failed and was tried again
+            module.__dict__["checkpoint"] = inspect.getclosurevars(wrapper).nonlocals["original_checkpoint"]

@@ -22,7 +22,7 @@ SECONDS = 0.5
 
 
 def facts(threads: int) -> dict[str, Any]:
-    """Processor, cores, load, versions, and the speed of matrix products in torch and in ONNX Runtime."""
+    """Processor, cores, load and versions."""
     runtime = installed_runtime()
     processor = _processor()
     return {
@@ -36,8 +36,12 @@ def facts(threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "onnxruntime": f"{runtime.distribution} {runtime.version}",
-        "matmul_gflops": {"torch": round(_torch_gflops(), 1), "onnxruntime": round(_ort_gflops(threads), 1)},
     }
+
+
+def matmul_gflops(threads: int) -> dict[str, float]:
+    """The speed of matrix products in torch and in ONNX Runtime."""
+    return {"torch": round(_torch_gflops(), 1), "onnxruntime": round(_ort_gflops(threads), 1)}
 
 
 def load() -> list[float]:

@@ -28,7 +28,7 @@ def render(result: Result) -> RenderableType:
 
 def _figures(result: Result) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    headings = ("step, ms", "quartiles", "fastest", "ort_accel is faster by", "95 % interval", "GFLOP/s")
+    headings = ("step, ms", "quartiles", "fastest", "times ort_accel's", "95 % interval", "GFLOP/s")
     table.add_column("")
     for heading in (*headings, "first step, s", "peak MiB: first", "later"):
         table.add_column(heading, justify="right")
