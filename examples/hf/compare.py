@@ -6,7 +6,6 @@ import ctypes
 import gc
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,6 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
-
-from ort_accel.reporting import Report
 
 WARM_UP_STEPS = 2
 """The first step compiles, and the second may compile once more, for sizes that change."""
@@ -134,20 +131,3 @@ def show_outcomes(console: Console, outcomes: list[Outcome]) -> None:
         "there).",
         style="dim",
     )
-
-
-def show_features(console: Console, report: Report) -> None:
-    """Print what ort_accel applied, refused and left off, and who ran how much of the model."""
-    table = Table("feature", "state", "why, or what it did", title="ort_accel")
-    for feature in report.features.values():
-        table.add_row(feature.name, feature.state.value, feature.reason or feature.effect)
-    for fallback in report.fallbacks:
-        table.add_row(fallback.op, f"on PyTorch ({fallback.count})", fallback.reason.value)
-    console.print(table)
-    nodes: Counter[str] = Counter()
-    for segment in report.segments:
-        nodes[segment.runner.value] += segment.nodes
-    shares = ", ".join(f"{count} on {runner}" for runner, count in nodes.most_common())
-    console.print(f"Nodes of all {report.counters['compilations']} compiled graphs together: {shares}.")
-    if not report.features:
-        console.print("No feature beyond that was recorded.")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compare import Outcome, measure, show_features, show_outcomes
+from compare import Outcome, measure, show_outcomes
 from rich.console import Console
 from texts import LABELS, Review, film_reviews, minilm, split
 from transformers import (
@@ -27,6 +27,7 @@ from transformers import (
 
 import ort_accel
 from ort_accel.hf import ORTTrainer, ORTTrainingArguments
+from ort_accel.observe.feature_table import render
 
 CONFIG = Path(__file__).parents[2] / "configs" / "bert-classification.yaml"
 
@@ -123,7 +124,7 @@ def run(script: ScriptArguments, training: Arguments, console: Console) -> None:
     outcomes.append(measure("ort_accel", trainer))
     trainer.save_model()
     show_outcomes(console, outcomes)
-    show_features(console, ort_accel.report(trainer.model))
+    console.print(render(ort_accel.report(trainer.model)))
 
 
 def main() -> int:

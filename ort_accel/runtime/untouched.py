@@ -12,7 +12,8 @@ def restore_checkpoint_functions() -> None:
     Dynamo knows torch's function by identity, so that behind the wrapper every checkpoint divides the graph.
     """
     for name in ("torch.utils.checkpoint", "deepspeed.checkpointing"):
-        module = sys.modules.get(name)
-        while module is not None and module.__dict__["checkpoint"].__module__.startswith("onnxruntime."):
-            wrapper = module.__dict__["checkpoint"]  # around another one, after an import that failed and was tried again
-            module.__dict__["checkpoint"] = inspect.getclosurevars(wrapper).nonlocals["original_checkpoint"]
+        if name not in sys.modules:
+            continue
+        names = vars(sys.modules[name])
+        while names["checkpoint"].__module__.startswith("onnxruntime."):  # each try of an import that fails adds one
+            names["checkpoint"] = inspect.getclosurevars(names["checkpoint"]).nonlocals["original_checkpoint"]

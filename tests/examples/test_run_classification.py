@@ -39,7 +39,7 @@ def rows(output):
 def test_comparing_prints_what_was_measured(tmp_path):
     done = run(tmp_path, "--compare_eager", *SMALL)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"\d+ on onnxruntime", done.stdout)
+    assert re.search(r"forward +\d+ of \d+", done.stdout)
     table = rows(done.stdout)
     assert {len(values) for values in table.values()} == {2}
     assert table["train loss, last logged"][0] == pytest.approx(table["train loss, last logged"][1], abs=1e-3)

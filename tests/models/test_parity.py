@@ -58,8 +58,11 @@ def test_loss_and_every_gradient_equal_eagers(family: Family):
 
 
 def losses(model: nn.Module, family: Family, steps: int) -> torch.Tensor:
-    """The loss curve of a training run on a few batches of changing length."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    """The loss curve of a training run on a few batches of changing length.
+
+    At a rate of 3e-3, rounding grows until two eager runs that start 1e-7 apart are 0.09 apart after 200 steps.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     torch.manual_seed(1)
     batches = [family.batch(4, length) for length in (6, 9, 12, 8)]
     curve = []
@@ -77,7 +80,7 @@ def test_a_training_run_follows_eagers_loss_curve(name: str, steps: int):
     eager, ours = pair(family.build())
     expected = losses(eager, family, steps)
     torch.testing.assert_close(losses(ours, family, steps), expected, rtol=0, atol=1e-3)
-    assert expected[-20:].mean() < expected[:20].mean() - 0.1, "nothing was learned, so nothing was compared"
+    assert expected[-20:].mean() < expected[:20].mean() - 0.05, "nothing was learned, so nothing was compared"
 
 
 def test_two_identical_runs_give_identical_losses():

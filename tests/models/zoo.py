@@ -78,7 +78,7 @@ def image_and_text(rows: int, length: int) -> Batch:
 
 
 def audio(rows: int, length: int) -> Batch:
-    return {"input_values": torch.randn(rows, 40 * length), "labels": torch.randint(3, VOCABULARY, (rows, 3))}
+    return {"input_values": torch.randn(rows, 12 * length), "labels": torch.randint(3, VOCABULARY, (rows, 3))}
 
 
 ENCODER = {
