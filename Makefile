@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-training test-inference lint format docs lock clean
+.PHONY: help setup demo test test-training test-engine-inference test-inference lint format docs lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -25,10 +25,13 @@ setup: .venv/.ready .venv-inference/.ready ## Both environments, at the locked v
 demo: .venv/.ready ## Fine-tune a small BERT on film reviews, eager PyTorch beside ort_accel
 	.venv/bin/python examples/hf/run_classification.py --compare_eager
 
-test: lint test-training test-inference ## All checks and tests
+test: lint test-training test-engine-inference ## All checks and tests, the engine's on both runtimes
 
 test-training: .venv/.ready ## The whole suite, on onnxruntime-training
 	.venv/bin/python -m pytest -n 2
+
+test-engine-inference: .venv-inference/.ready ## The engine's tests, on plain onnxruntime
+	.venv-inference/bin/python -m pytest -n 2 tests/engine tests/lowering tests/capture tests/recompute tests/runtime
 
 test-inference: .venv-inference/.ready ## The whole suite, on plain onnxruntime
 	.venv-inference/bin/python -m pytest -n 2
