@@ -108,10 +108,11 @@ class OrtSegment:
     def _size_values(self, symbols: dict[str, int]) -> list[OrtValue]:
         """The model's size inputs; made anew only when a size has changed."""
         sizes = self._sizes(symbols)
-        if sizes is not self._ready[0]:
+        ready = self._ready  # read once: another thread may be running with other sizes
+        if sizes is not ready[0]:
             remaining = iter(sizes)
             values = [
                 sizes_to_ort([next(remaining) for _ in size.sizes], scalar=size.scalar) for size in self._size_inputs
             ]
-            self._ready = (sizes, values)
-        return self._ready[1]
+            ready = self._ready = (sizes, values)
+        return ready[1]

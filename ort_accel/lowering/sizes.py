@@ -62,9 +62,10 @@ class SizeFunction:
     def __call__(self, values: dict[str, int]) -> tuple[int, ...]:
         """The sizes for these values of the symbols."""
         key = tuple(values[symbol] for symbol in self.symbols)
-        if self._last is None or self._last[0] != key:
-            self._last = (key, tuple(int(size) for size in self._compute(*key)))
-        return self._last[1]
+        last = self._last  # read once: another thread may be running with other sizes
+        if last is None or last[0] != key:
+            last = self._last = (key, tuple(int(size) for size in self._compute(*key)))
+        return last[1]
 
 
 class SymbolSource:
