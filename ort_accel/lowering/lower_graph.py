@@ -128,9 +128,10 @@ class _Assembly:
         body = body_of(item.nodes, wanted, self._free)
         if item.runner is Runner.PYTORCH:
             return self._pytorch_step(body, wanted)
-        model = build(body, wanted, self._lowering.opset, f"{self._name} part {index}")
+        model = build(body, wanted, self._lowering.opset)
         twin = cache(lambda: PyTorchSegment(body, wanted, self._module))
-        segment = OrtSegment(model, self._lowering.sessions, self._bound, twin, self._lowering.failed)
+        name = f"{self._name} part {index}"
+        segment = OrtSegment(model, self._lowering.sessions, self._bound, twin, self._lowering.failed, name)
         return self._numbered(segment, segment.inputs, wanted)
 
     def _pytorch_step(self, body: Body, wanted: list[fx.Node]) -> Step:

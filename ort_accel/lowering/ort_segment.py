@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ort_accel.lowering.assign import operands
+from ort_accel.lowering.layouts import Order, order_in_memory, reverse
 from ort_accel.lowering.nodes import constant_of, is_part, is_size
 from ort_accel.lowering.onnx_graph import OnnxGraph, Operand, SizeInput, describe
 from ort_accel.lowering.pytorch_segment import PyTorchSegment
@@ -23,19 +24,29 @@ from ort_accel.runtime.tensors import Bound, OrtValue, sizes_to_ort, to_ort
 
 @dataclass(frozen=True)
 class Model:
-    """The ONNX model of a segment, and how its inputs are filled."""
+    """The ONNX model of a segment, and how its inputs are filled.
+
+    Names in it follow from its structure alone, so that segments that are alike have equal models.
+    """
 
     model: ir.Model
     inputs: list[fx.Node]
     sizes: list[SizeInput]
     outputs: list[ir.Value]
+    input_orders: list[Order | None]
+    output_orders: list[Order | None]
+    """How tensors lie in memory where they are not plain: the model reads and writes them as they lie."""
 
 
-def build(body: Body, wanted: Sequence[fx.Node], opset: int, name: str) -> Model:
+def build(body: Body, wanted: Sequence[fx.Node], opset: int) -> Model:
     """Write the nodes of a segment as an ONNX model."""
     graph = OnnxGraph(opset)
     inputs = [node for node in body.inputs if not is_size(node)]
-    values: dict[fx.Node, Any] = {node: graph.input(node.name, node.meta["val"]) for node in inputs}
+    input_orders = [order_in_memory(node.meta["val"]) for node in inputs]
+    values: dict[fx.Node, Any] = {
+        node: _input(graph, f"input_{position}", node.meta["val"], order)
+        for position, (node, order) in enumerate(zip(inputs, input_orders, strict=True))
+    }
     for node in body.nodes:
         if node.op == "get_attr":
             values[node] = Operand(graph.tensor(constant_of(node)), node.meta["val"])
@@ -51,10 +62,26 @@ def build(body: Body, wanted: Sequence[fx.Node], opset: int, name: str) -> Model
             values[node] = Operand(results[0], fakes)
         else:
             values[node] = [None if r is None else Operand(r, f) for r, f in zip(results, fakes, strict=True)]
-    outputs = _own_values(graph, [values[node].value for node in wanted])
-    for value, node in zip(outputs, wanted, strict=True):
-        describe(value, node.meta["val"])
-    return Model(graph.model(outputs, name), inputs, list(graph.size_inputs.values()), outputs)
+    output_orders = [order_in_memory(node.meta["val"]) for node in wanted]
+    laid = [_as_laid(graph, values[node], order) for node, order in zip(wanted, output_orders, strict=True)]
+    outputs = _own_values(graph, laid)
+    for value, node, order in zip(outputs, wanted, output_orders, strict=True):
+        describe(value, _permuted(node.meta["val"], order))
+    model = graph.model(outputs, "segment")
+    return Model(model, inputs, list(graph.size_inputs.values()), outputs, input_orders, output_orders)
+
+
+def _input(graph: OnnxGraph, name: str, fake: torch.Tensor, order: Order | None) -> Operand:
+    given = graph.input(name, _permuted(fake, order))
+    return given if order is None else Operand(graph.op("Transpose", given, perm=reverse(order)), fake)
+
+
+def _as_laid(graph: OnnxGraph, operand: Operand, order: Order | None) -> ir.Value:
+    return operand.value if order is None else graph.op("Transpose", operand, perm=order)
+
+
+def _permuted(fake: torch.Tensor, order: Order | None) -> torch.Tensor:
+    return fake if order is None else fake.permute(order)
 
 
 def _own_values(graph: OnnxGraph, values: Sequence[ir.Value]) -> list[ir.Value]:
@@ -64,6 +91,12 @@ def _own_values(graph: OnnxGraph, values: Sequence[ir.Value]) -> list[ir.Value]:
         is_computed = value.producer() is not None and value not in own
         own.append(value if is_computed else graph.op("Identity", value))
     return own
+
+
+def _converter(lasting: bool, order: Order | None) -> Callable[[torch.Tensor], OrtValue]:
+    """Hands a tensor over as it lies in memory; one that usually stays at its place is handed over once."""
+    convert = Bound().value if lasting else to_ort
+    return convert if order is None else lambda tensor: convert(tensor.permute(order))
 
 
 class OrtSegment:
@@ -80,13 +113,19 @@ class OrtSegment:
         bound: Callable[[fx.Node], bool],
         twin: Callable[[], PyTorchSegment],
         on_failure: Callable[[Exception], bool],
+        name: str,
     ) -> None:
         self.inputs = model.inputs
-        names = [node.name for node in model.inputs] + [size.value.name or "" for size in model.sizes]
+        names = [value.name or "" for value in model.model.graph.inputs]
         content = ir.to_proto(model.model).SerializeToString()
         outputs = [value.name or "" for value in model.outputs]
-        self._session = sessions.create(content, names, outputs, model.model.graph.name or "")
-        self._convert = [Bound().value if bound(node) else to_ort for node in model.inputs]
+        self._session = sessions.create(content, names, outputs, name)
+        self._convert = [
+            _converter(bound(node), order) for node, order in zip(model.inputs, model.input_orders, strict=True)
+        ]
+        self._permuted = [
+            (position, reverse(order)) for position, order in enumerate(model.output_orders) if order is not None
+        ]
         self._sizes = SizeFunction(item for size in model.sizes for item in size.sizes)
         self._size_inputs = model.sizes
         self._ready: tuple[tuple[int, ...], list[OrtValue]] = ((), [])
@@ -99,11 +138,14 @@ class OrtSegment:
             return self._twin()(tensors, symbols)
         try:
             feeds = [convert(tensor) for convert, tensor in zip(self._convert, tensors, strict=True)]
-            return self._session(feeds + self._size_values(symbols))
+            results = self._session(feeds + self._size_values(symbols))
         except Exception as error:
             results = self._twin()(tensors, symbols)
             self._given_up = not self._on_failure(error)
             return results
+        for position, order in self._permuted:
+            results[position] = results[position].permute(order)
+        return results
 
     def _size_values(self, symbols: dict[str, int]) -> list[OrtValue]:
         """The model's size inputs; made anew only when a size has changed."""

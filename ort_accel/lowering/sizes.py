@@ -39,10 +39,13 @@ def _always_equal(first: sympy.Expr, second: sympy.Expr) -> bool:
 
 def hinted_elements(tensor: torch.Tensor) -> int:
     """How many elements a fake tensor has, at the sizes that the graph was captured with."""
-    return math.prod(size if isinstance(size, int) else _hint(size) for size in tensor.shape)
+    return math.prod(map(hint, tensor.shape))
 
 
-def _hint(size: torch.SymInt) -> int:
+def hint(size: Size) -> int:
+    """A size as it was when the graph was captured; 1 where that is not known."""
+    if isinstance(size, int):
+        return size
     return int(size.node.hint) if size.node.has_hint() else 1
 
 

@@ -12,6 +12,7 @@ import onnxruntime
 import torch
 from onnxruntime.capi import _pybind_state as ort
 
+from ort_accel.runtime.openmp import rest_openmp
 from ort_accel.runtime.tensors import OrtValue, to_torch
 
 INEXACT = ["MatMulScaleFusion"]
@@ -105,5 +106,6 @@ class Session:
         given.reserve(len(feeds))
         for feed in feeds:
             given.push_back(feed)
+        rest_openmp()
         self._run(self._options, self._inputs, given, self._outputs, results, self._devices)
         return to_torch(results, len(self._outputs))

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from ort_accel.errors import OrtAccelError
 from ort_accel.runtime.cache import ModelCache, optimized_by, write_aside
@@ -38,16 +39,23 @@ class ModelFolder:
 
 
 class Sessions:
-    """Makes the sessions of one model."""
+    """Makes the sessions of one model. Segments that are alike, such as those of equal layers, share one."""
 
     def __init__(
         self, settings: SessionSettings, cache: ModelCache | None = None, folder: ModelFolder | None = None
     ) -> None:
         self.settings = settings
         self._cache, self._folder = cache, folder
+        self._made: WeakValueDictionary[bytes, Session] = WeakValueDictionary()
 
     def create(self, model: bytes, inputs: Sequence[str], outputs: Sequence[str], name: str) -> Session:
-        """A session for a model that was written in ONNX."""
+        """A session for a model that was written in ONNX; `name` is what `engine.save_onnx` calls it."""
+        session = self._made.get(model)
+        if session is None or self._folder is not None:
+            session = self._made[model] = self._create(model, inputs, outputs, name)
+        return session
+
+    def _create(self, model: bytes, inputs: Sequence[str], outputs: Sequence[str], name: str) -> Session:
         if self._cache is None and self._folder is None:
             return Session(model, inputs, outputs, self.settings)
         optimized = self._optimized(model)
