@@ -45,6 +45,7 @@ class Backend:
             report=report,
             unwanted=frozenset(config.engine.run_in_pytorch),
             failed=self.policy.failed,
+            fusions=config.compute.fusions is not False,
         )
         self._graphs = 0
 

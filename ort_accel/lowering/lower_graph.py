@@ -11,6 +11,7 @@ from torch import fx
 
 from ort_accel.lowering.assign import Assigner, Refusal
 from ort_accel.lowering.flops import flops
+from ort_accel.lowering.fuse import fuse
 from ort_accel.lowering.islands import merge_islands
 from ort_accel.lowering.nodes import count_ops, is_size, op_name, returned, tensors_of
 from ort_accel.lowering.ort_segment import OrtSegment, build
@@ -34,6 +35,8 @@ class Lowering:
     """Told of a segment that failed at run time where PyTorch did not; says whether to try it again."""
     for_speed: bool = True
     """Let PyTorch run what it runs faster. Without it, ONNX Runtime runs all that it can."""
+    fusions: bool = True
+    """Join operators that ONNX Runtime does not join by itself."""
     assigner: Assigner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,6 +47,8 @@ def lower_graph(
     module: fx.GraphModule, lowering: Lowering, name: str, bound: Callable[[fx.Node], bool] = lambda _: False
 ) -> Program:
     """Turn a functional ATen graph into a program. `bound` tells inputs that usually stay at their place."""
+    if lowering.fusions:
+        fuse(module.graph, lowering.report)
     with lowering.report.timed("assign operators", name):
         assignment = assign(module.graph, lowering.assigner.refusal)
     cuts = cut(module.graph, assignment)

@@ -80,15 +80,22 @@ def nll_loss_backward(
     total_weight: Operand,
 ) -> Any:
     labels = Labels(graph, scores, target, ignore_index)
-    share = graph.op("Neg", grad)
+    updates = graph.op("Neg", shares(graph, labels, grad, weight, reduction, total_weight))
+    zeros = graph.op("Expand", graph.scalar(0, scores.dtype), graph.sizes(scores.shape))
+    places = labels.along_classes(labels.places)
+    return graph.op("ScatterElements", zeros, places, labels.along_classes(updates), axis=labels.axis)
+
+
+def shares(
+    graph: OnnxGraph, labels: Labels, grad: Operand, weight: Operand | None, reduction: int, total_weight: Operand
+) -> Any:
+    """The part of the loss's gradient that each label gets: zero where it is ignored."""
+    share = grad.value
     if reduction == MEAN:
         share = graph.op("Div", share, total_weight)
     if weight is not None:
         share = graph.op("Mul", share, labels.weights(weight))
-    updates = labels.where_valid(share)
-    zeros = graph.op("Expand", graph.scalar(0, scores.dtype), graph.sizes(scores.shape))
-    places = labels.along_classes(labels.places)
-    return graph.op("ScatterElements", zeros, places, labels.along_classes(updates), axis=labels.axis)
+    return labels.where_valid(share)
 
 
 def reduced(graph: OnnxGraph, losses: Any, shape: Any, reduction: int) -> Any:
