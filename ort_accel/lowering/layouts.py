@@ -11,13 +11,14 @@ Order = tuple[int, ...]
 
 def order_in_memory(fake: torch.Tensor) -> Order | None:
     """The dimensions from the outermost in memory to the innermost; None for a plain tensor, or one with gaps."""
-    order = sorted(range(fake.ndim), key=lambda dim: (-hint(fake.stride(dim)), dim))
+    strides = fake.stride()
+    order = sorted(range(fake.ndim), key=lambda dim: (-hint(strides[dim]), dim))
     moving = [dim for dim in order if expression(fake.shape[dim]) != 1]
     if moving == sorted(moving):
         return None
     expected: int | torch.SymInt = 1
     for dim in reversed(moving):
-        if expression(fake.stride(dim)) != expression(expected):
+        if expression(strides[dim]) != expression(expected):
             return None
         expected = expected * fake.shape[dim]
     return tuple(order)

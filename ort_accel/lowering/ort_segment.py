@@ -140,9 +140,9 @@ class OrtSegment:
             feeds = [convert(tensor) for convert, tensor in zip(self._convert, tensors, strict=True)]
             results = self._session(feeds + self._size_values(symbols))
         except Exception as error:
-            results = self._twin()(tensors, symbols)
+            replacement = self._twin()(tensors, symbols)
             self._given_up = not self._on_failure(error)
-            return results
+            return replacement
         for position, order in self._permuted:
             results[position] = results[position].permute(order)
         return results

@@ -1,6 +1,7 @@
-"""A contender in a process of its own: the seconds of its first step, and its peak memory.
+"""A contender in processes of its own: in one the seconds of its first step, in another its peak memory.
 
-Every process imports everything first, so that libraries count in no figure.
+Every process imports everything first, so that loading libraries counts in no figure. The one that measures memory also
+takes a step of a tiny model first: what a compiler loads and keeps once in a process is not memory of this model.
 """
 
 from __future__ import annotations
@@ -12,25 +13,38 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ort_accel.cli.benchmark.workload import Workload
-from ort_accel.config import Config
+import torch
+import torch._inductor.compile_fx
+from torch import nn
+
+import ort_accel.engine  # noqa: F401  # imported now, so as not to be measured
+from ort_accel.cli.benchmark import contenders
+from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
+from ort_accel.config import Config, load_config
 
 STEPS = 3
 TIMEOUT = 600
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def in_fresh_process(name: str, workload: Workload, config: Config, threads: int) -> dict[str, Any]:
-    """The figures of one contender, or under `error` what its process said."""
-    task = json.dumps({"name": name, "workload": asdict(workload), "config": config.to_dict(), "threads": threads})
+def in_fresh_processes(name: str, workload: Workload, config: Config, threads: int) -> dict[str, Any]:
+    """The figures of one contender, or under `error` what one of its processes said."""
+    found: dict[str, Any] = {}
+    for kind in MEASUREMENTS:
+        task = {"name": name, "workload": asdict(workload), "config": config.to_dict(), "threads": threads}
+        found |= _in_fresh_process({"kind": kind, **task})
+    return {"error": found["error"]} if "error" in found else found
+
+
+def _in_fresh_process(task: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as empty:  # Inductor keeps what it compiled; a cold start must not find it
         done = subprocess.run(
             [sys.executable, "-m", "ort_accel.cli.benchmark.fresh"],
-            input=task,
+            input=json.dumps(task),
             capture_output=True,
             text=True,
             timeout=TIMEOUT,
@@ -44,36 +58,39 @@ def in_fresh_process(name: str, workload: Workload, config: Config, threads: int
     return found
 
 
-def measure(name: str, workload: Workload, config: Config, threads: int) -> dict[str, Any]:
-    """The same in this process. Memory is what the process holds at most beyond model, batch and libraries."""
-    import torch
-    import torch._inductor.compile_fx
-
-    import ort_accel.engine  # noqa: F401  # as above: imported now, so as not to be measured
-    from ort_accel.cli.benchmark import contenders
-    from ort_accel.cli.benchmark.workload import batch_of, build
-
-    torch.set_num_threads(threads)
+def first_step(name: str, workload: Workload, config: Config) -> dict[str, Any]:
+    """How long the first step takes in this process."""
     model, batch = build(workload), batch_of(workload)
+    start = time.perf_counter()
+    _prepared_step(name, model, batch, workload.precision, config)
+    return {"cold_seconds": time.perf_counter() - start}
 
-    def steps(count: int) -> None:
-        for _ in range(count):
-            contenders.forget_gradients(model)
-            contenders.step(model, batch, workload.precision)
 
+def most_memory(name: str, workload: Workload, config: Config) -> dict[str, Any]:
+    """What this process holds at most beyond model and batch, in the first step and in later ones."""
+    tiny = replace(workload, hidden=8 * workload.heads, layers=1, batch=1, length=4)
+    _prepared_step(name, build(tiny), batch_of(tiny), workload.precision, config)
+    model, batch = build(workload), batch_of(workload)
     begin = resident()
     reset_peak()
-    start = time.perf_counter()
-    contenders.prepare(name, model, config)
-    steps(1)
-    cold = time.perf_counter() - start
+    _prepared_step(name, model, batch, workload.precision, config)
     first = resident("VmHWM")
-    steps(1)
-    reset_peak()
-    steps(STEPS)
+    for number in range(1 + STEPS):
+        if number == 1:
+            reset_peak()
+        contenders.forget_gradients(model)
+        contenders.step(model, batch, workload.precision)
     later = resident("VmHWM")
     growth = [None if peak is None or begin is None else round(peak - begin, 1) for peak in (first, later)]
-    return {"cold_seconds": cold, "first_step_mib": growth[0], "later_steps_mib": growth[1]}
+    return {"first_step_mib": growth[0], "later_steps_mib": growth[1]}
+
+
+MEASUREMENTS = {"first step": first_step, "memory": most_memory}
+
+
+def _prepared_step(name: str, model: nn.Module, batch: Batch, precision: str, config: Config) -> None:
+    contenders.prepare(name, model, config)
+    contenders.step(model, batch, precision)
 
 
 def resident(key: str = "VmRSS") -> float | None:
@@ -93,11 +110,10 @@ def reset_peak() -> None:
 
 def main() -> None:
     """Read a task from standard input and print its figures."""
-    from ort_accel.config import load_config
-
     task = json.load(sys.stdin)
-    config = load_config(task["config"])
-    print(json.dumps(measure(task["name"], Workload(**task["workload"]), config, task["threads"])))
+    torch.set_num_threads(task["threads"])
+    measurement = MEASUREMENTS[task["kind"]]
+    print(json.dumps(measurement(task["name"], Workload(**task["workload"]), load_config(task["config"]))))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import nn
 import ort_accel
 from ort_accel.cli.benchmark import contenders, machine
 from ort_accel.cli.benchmark.contenders import INDUCTOR, ORT_ACCEL, Judge
-from ort_accel.cli.benchmark.fresh import in_fresh_process
+from ort_accel.cli.benchmark.fresh import in_fresh_processes
 from ort_accel.cli.benchmark.timing import Ratio, Times, compare, in_turns, summary
 from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
 from ort_accel.config import Config
@@ -102,7 +102,7 @@ def run(workload: Workload, config: Config, names: Sequence[str], effort: Effort
     result.machine["load_after"] = machine.load()
     if effort.fresh:
         for name in models:
-            result.fresh[name] = in_fresh_process(name, workload, config, effort.threads)
+            result.fresh[name] = in_fresh_processes(name, workload, config, effort.threads)
     return result
 
 

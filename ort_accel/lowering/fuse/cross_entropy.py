@@ -1,8 +1,8 @@
 """The gradient of a cross-entropy in one sweep over the scores.
 
 PyTorch computes it in two steps: a tensor of zeros with one number in each row, and from that the softmax's gradient.
-For a vocabulary of 30,522 and 1,024 tokens each of these tensors takes 119 MiB. Together they are `softmax * share`, less the
-share at each label.
+For a vocabulary of 30,522 and 1,024 tokens each of these tensors takes 119 MiB. Together they are `softmax * share`,
+less the share at each label.
 """
 
 from __future__ import annotations
