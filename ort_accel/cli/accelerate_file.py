@@ -73,7 +73,7 @@ class AccelerateFile:
         for path in (("dynamo_backend",), ("dynamo_config", "dynamo_backend")):
             compiler = _below(self._data, path)
             if compiler is not None and str(compiler).upper() not in ("NO", "FALSE"):
-                text = f"{compiler}: a model has one compiler, and with `ort-accel launch` it is ort_accel; remove this key"
+                text = f"{compiler}: a model has one compiler, with `ort-accel launch` it is ort_accel; remove this key"
                 problems.append(self._place(path).problem(path, text))
         return problems
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-import click
 import typer
 
 from ort_accel.cli.presets import Machine, accelerate_config
@@ -64,19 +64,19 @@ def init(
     if cache_dir is None:
         question = "Folder that keeps compiled models between runs (empty for none)?"
         cache_dir = "" if yes else typer.prompt(question, default="", show_default=False)
-    _write(folder, accelerate_config(machine, processes, mixed_precision), our_yaml(fallback, cache_dir))
+    _write(folder, accelerate_config(machine, processes, mixed_precision.value), our_yaml(fallback.value, cache_dir))
     typer.echo(
         f"wrote {folder / ACCELERATE_FILE} and {folder / OUR_FILE}\n"
         f"train with: ort-accel launch --config_file {folder / ACCELERATE_FILE} SCRIPT"
     )
 
 
-def our_yaml(fallback: str = Fallback.WARN, cache_dir: str = "") -> str:
+def our_yaml(fallback: str, cache_dir: str) -> str:
     """The text of ort_accel's file."""
     from ort_accel.config.yaml_writer import to_yaml
 
     kept = {"cache_dir": cache_dir} if cache_dir else {}
-    return to_yaml({"version": 1, "engine": {"fallback": str(fallback), **kept}})
+    return to_yaml({"version": 1, "engine": {"fallback": fallback, **kept}})
 
 
 def _refuse_to_overwrite(folder: Path, force: bool) -> None:
@@ -89,8 +89,23 @@ def _refuse_to_overwrite(folder: Path, force: bool) -> None:
 def _answer(question: str, given: Choice | None, default: Choice, yes: bool) -> Choice:
     if given is not None or yes:
         return default if given is None else given
-    choices = click.Choice([choice.value for choice in type(default)])
-    return type(default)(typer.prompt(question, default=default.value, type=choices))
+    kind = type(default)
+    return kind(typer.prompt(f"{question} [{'/'.join(kind)}]", default=default.value, value_proc=_one_of(kind)))
+
+
+def _one_of(kind: type[StrEnum]) -> Callable[[str], str]:
+    def check(answer: str) -> str:
+        if answer.strip().lower() not in list(kind):
+            raise typer.BadParameter(f"{answer!r} is not one of {', '.join(kind)}")
+        return answer.strip().lower()
+
+    return check
+
+
+def _whole_number(answer: str) -> int:
+    if not answer.strip().isdecimal() or int(answer) < 1:
+        raise typer.BadParameter(f"{answer!r} is not a number from 1 on")
+    return int(answer)
 
 
 def _processes(machine: Machine, given: int | None, yes: bool) -> int:
@@ -101,7 +116,7 @@ def _processes(machine: Machine, given: int | None, yes: bool) -> int:
         return 1
     if given is not None or yes:
         return given or 2
-    count: int = typer.prompt("How many processes?", default=2, type=click.IntRange(min=1))
+    count: int = typer.prompt("How many processes?", default=2, value_proc=_whole_number)
     return count
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from ort_accel import engine
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
+from ort_accel.hf.deepspeed_hooks import move_hooks_out_of
 
 ConfigOf = Callable[[Accelerator], Config | None]
 """Which configuration the models of an Accelerator are to have; None leaves them alone."""
@@ -77,6 +78,8 @@ def _prepare_together(accelerator: Accelerator, config: Config, original: Callab
     for model in objects:
         if isinstance(model, nn.Module):
             _accelerate_once(extract_model_from_parallel(model), config, _reason_to_decline(accelerator, model))
+            if engine.config_of(model) is not None:
+                move_hooks_out_of(model, prepared)
     return prepared
 
 
