@@ -46,7 +46,7 @@ def main(out):
         report = ort_accel.report(raw).to_dict()
     except ort_accel.OrtAccelError:
         report = None
-    keys = list(accelerator.get_state_dict(model))
+    keys = list(accelerator.get_state_dict(model) or ())  # some have it on the main process only
     if accelerator.is_main_process:
         found = {
             "losses": losses,
