@@ -85,7 +85,8 @@ def _run(script: str, arguments: Sequence[str], is_module: bool) -> None:
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = str(Path(script).absolute().parent)
+            if not sys.flags.safe_path:
+                sys.path[0] = str(Path(script).absolute().parent)
             runpy.run_path(script, run_name="__main__")
     except SystemExit as exit_:
         if exit_.code not in (None, 0):

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def move_hooks_out_of(model: nn.Module, prepared: tuple[Any, ...]) -> None:
-    """Let timers and casts of the engine that holds a model run around its call. Inside, they would divide its graph."""
+    """Let an engine's timers and casts run around the call of the model it holds; inside, they would divide its graph."""
     for engine in prepared:
         if getattr(engine, "module", None) is model and hasattr(engine, "_forward_prologue"):
             engine.module_forward_pre_hook.remove()
@@ -21,5 +21,5 @@ def _before(engine: Any, inputs: Any, named: Any) -> Any:
     return engine._forward_prologue(inputs, named)
 
 
-def _after(engine: Any, inputs: Any, output: Any) -> None:
+def _after(engine: Any, *_: Any) -> None:
     engine._forward_epilogue()

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
 
 import ort_accel
 from ort_accel import ConfigError, OrtAccelError, engine
@@ -152,15 +152,31 @@ def tiny_bert():
     return BertForSequenceClassification(BertConfig(**sizes, intermediate_size=32, problem_type=kind))
 
 
-def trained(kind, tmp_path, **more):
-    ids = torch.randint(1, 32, (8, 7))
+def trainer_of(kind, tmp_path, steps=2, **more):
+    set_seed(4)
+    ids = torch.randint(1, 32, (32, 7))
     data = [{"input_ids": row, "labels": int(row[0]) % 2} for row in ids]
     args = TrainingArguments(
-        str(tmp_path / "out"), use_cpu=True, max_steps=2, save_strategy="no", disable_tqdm=True, report_to=[]
+        str(tmp_path / "out"),
+        use_cpu=True,
+        max_steps=steps,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_steps=2,
+        disable_tqdm=True,
+        report_to=[],
     )
-    trainer = kind(model=tiny_bert(), args=args, train_dataset=data, **more)
+    return kind(model=tiny_bert(), args=args, train_dataset=data, **more)
+
+
+def trained(kind, tmp_path, **more):
+    trainer = trainer_of(kind, tmp_path, **more)
     trainer.train()
     return trainer.model
+
+
+def losses_of(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize("kind", [Trainer, ORTTrainer])
@@ -177,6 +193,26 @@ def test_what_a_callback_chose_stands_under_a_launch_and_the_report_says_so(laun
     assert engine.config_of(model) == ort_accel.load_config(PRODUCTS)
     assert ort_accel.report(model).counters["compilations"] == 2
     assert any("that of the launch is not used" in note for note in ort_accel.report(model).notes)
+
+
+@pytest.mark.parametrize("writer", ["eager", "launched"])
+def test_a_checkpoint_of_either_side_resumes_on_the_other(launched, tmp_path, monkeypatch, writer):
+    whole = trainer_of(Trainer, tmp_path / "whole", steps=4)
+    whole.train()
+    if writer == "launched":
+        launched()
+    first = trainer_of(Trainer, tmp_path)
+    first.train()
+    if writer == "launched":
+        monkeypatch.setattr(ORTAccelPlugin, "of_the_launch", None)
+    else:
+        launched()
+    second = trainer_of(Trainer, tmp_path, steps=4)
+    second.train(resume_from_checkpoint=True)
+    assert (engine.config_of(first.model) is None) == (writer == "eager")
+    assert (engine.config_of(second.model) is None) == (writer == "launched")
+    assert losses_of(second) == pytest.approx(losses_of(whole), abs=1e-5)
+    assert len(losses_of(second)) == 4
 
 
 def test_mps_is_refused_with_a_way_out(monkeypatch):
