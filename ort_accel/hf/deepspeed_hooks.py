@@ -8,7 +8,7 @@ from torch import nn
 
 
 def move_hooks_out_of(model: nn.Module, prepared: tuple[Any, ...]) -> None:
-    """Let an engine's timers and casts run around the call of the model it holds; inside, they would divide its graph."""
+    """Let timers and casts of an engine run around the call of its model; inside, they would divide the graph."""
     for engine in prepared:
         if getattr(engine, "module", None) is model and hasattr(engine, "_forward_prologue"):
             engine.module_forward_pre_hook.remove()
