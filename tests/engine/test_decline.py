@@ -27,7 +27,7 @@ def test_a_declined_model_is_plain_again():
 
 def test_to_decline_is_an_error_where_nothing_may_be_left_to_pytorch():
     with pytest.raises(
-        OrtAccelError, match="engine.fallback is error, and this Linear cannot be accelerated: it is split"
+        OrtAccelError, match=r"engine.fallback is error, and this Linear cannot be accelerated: it is split"
     ):
         engine.decline(nn.Linear(2, 2), ort_accel.load_config({"engine": {"fallback": "error"}}), "it is split")
 
