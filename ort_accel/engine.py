@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
@@ -13,11 +14,15 @@ from ort_accel.capture.activation import CompiledCall
 from ort_accel.capture.backend import Backend
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
+from ort_accel.observe.logs import LOG, configure
 from ort_accel.reporting import Report
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 
 Model = TypeVar("Model", bound=nn.Module)
+
+_DECLINED: WeakKeyDictionary[nn.Module, Report] = WeakKeyDictionary()
+"""The reports of models that were to be accelerated and could not be."""
 
 
 def accelerate(model: Model, config: ConfigSource = None) -> Model:
@@ -44,9 +49,31 @@ def restore(model: Model) -> Model:
     return model
 
 
+def decline(model: Model, config: Config, reason: str) -> Model:
+    """Leave a model plain PyTorch and say why, in its report and in the log; an error where `fallback` is `error`."""
+    if config.engine.fallback == "error":
+        raise OrtAccelError(
+            f"engine.fallback is error, and this {type(model).__name__} cannot be accelerated: {reason}"
+        )
+    restore(model)
+    declined = _DECLINED.setdefault(model, Report())
+    declined.refused("engine", reason)
+    configure(config.observe.log_level)
+    LOG.warning("this %s stays plain PyTorch: %s", type(model).__name__, reason)
+    return model
+
+
+def config_of(model: nn.Module) -> Config | None:
+    """The configuration that an accelerated model runs with; None for any other model."""
+    call = _call_of(model)
+    return None if call is None else call.backend.config
+
+
 def report(model: nn.Module) -> Report:
     """What was applied to an accelerated model, what was refused and why, and what ran where."""
     call = _call_of(model)
+    if call is None and model in _DECLINED:
+        return _DECLINED[model]
     if call is None:
         raise OrtAccelError(f"this {type(model).__name__} is not accelerated; call ort_accel.accelerate(model) first")
     return call.backend.report
@@ -69,6 +96,8 @@ def _refuse(model: nn.Module) -> None:
         raise OrtAccelError("model.compile() was called on this model; it cannot run on two compilers at once")
     devices = {parameter.device.type for parameter in model.parameters()}
     elsewhere = devices - {"cpu", "meta"}
+    if "mps" in elsewhere:
+        raise OrtAccelError("the model is on mps, where no ONNX Runtime trains; move it to the CPU: model.to('cpu')")
     if elsewhere:
         raise OrtAccelError(
             f"the model is on {', '.join(sorted(elsewhere))}; this version of ort_accel runs models on the CPU only"

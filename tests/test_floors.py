@@ -19,6 +19,7 @@ FLOORS = [
     {"engine"},
     {"subscribers", "optim", "data"},
     {"hf"},
+    {"run"},
     {"cli"},
 ]
 """From the ground up. Rooms of one floor do not import each other."""

@@ -107,8 +107,16 @@ def dynamo_backend(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="ort_accel", options={"config": ...})`."""
-    return registered(load_config((options or {}).get("config")))(module, inputs)
+    backend = registered(load_config((options or {}).get("config")))
+    if not torch._dynamo.config.automatic_dynamic_shapes:
+        backend.report.note(FIXED_SIZES)
+    return backend(module, inputs)
 
+
+FIXED_SIZES = (
+    "torch.compile was called with dynamic=False: each new size is compiled anew, and after 8 of them PyTorch runs the "
+    "model; `accelerate launch` does so unless --dynamo_use_dynamic is given"
+)
 
 _REGISTERED: dict[str, Backend] = {}
 

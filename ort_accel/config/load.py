@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ort_accel.config.extends import Chain, follow
 from ort_accel.config.rules import Rule, broken
 from ort_accel.config.schema import Config
-from ort_accel.config.tree import BadData, KeyPath, Node, Place, from_data, place_of, value_at, without
+from ort_accel.config.tree import BadData, KeyPath, Node, Place, from_data, place_of, shortened, value_at, without
 from ort_accel.config.wording import validate
 from ort_accel.config.yaml_file import parse, read_file
 from ort_accel.errors import ConfigError, Problem
+
+SECTION = "ort_accel_config"
+"""The key that holds a configuration, or names its file, inside a configuration file of accelerate."""
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 
@@ -21,6 +25,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 def load_config(source: Source = None) -> Config:
     """The configuration in a YAML file or a dict; the defaults for None. A `Config` is checked and comes back as it is.
 
+    Of a configuration file of accelerate the section `ort_accel_config` counts, a map or the path of another file.
     Raises `ConfigError` with all problems, each with its place in the file.
     """
     if source is None:
@@ -42,14 +47,41 @@ def load_config_text(content: str | bytes, name: str = "<stdin>", folder: str | 
     return _build(tree, problems, name, Path(folder))
 
 
-def _load_file(name: str | bytes) -> Config:
+def _load_file(name: str | bytes, with_section: bool = True) -> Config:
     name = os.fsdecode(name)
     file = Path(name)
     content, reason = read_file(file, name)
     if content is None:
         raise ConfigError([Problem("", reason, source=name)])
     tree, problems = parse(content, name)
+    section = value_at(tree, (SECTION,)) if tree and with_section else None
+    if section is not None:
+        return _load_section(section, problems, name, file.parent)
     return _build(tree, problems, name, file.parent, file)
+
+
+def _load_section(section: Node, problems: list[Problem], name: str, folder: Path) -> Config:
+    """The configuration that is written in, or named by, the section of a file whose other keys are accelerate's."""
+    if isinstance(section.value, str):
+        file = folder / section.value
+        if not file.is_file():
+            reason = read_file(file, str(file))[1] or "this is not a file"
+            raise ConfigError([section.place.problem((SECTION,), f"{shortened(section.value)!r}: {reason}")])
+        return _load_file(str(file), with_section=False)
+    if section.value is not None and not isinstance(section.value, dict):
+        text = "a map of ort_accel's keys belongs here, or the path of its file, relative to this one"
+        raise ConfigError([section.place.problem((SECTION,), text)])
+    mine = [problem for problem in problems if problem.path == SECTION or _within(problem.path, SECTION)]
+    inside = [replace(problem, path=problem.path.removeprefix(SECTION).removeprefix(".")) for problem in mine]
+    try:
+        return _build(Node(section.value or {}, section.place), inside, name, folder)
+    except ConfigError as error:
+        raise ConfigError(_below_section(problem, name) for problem in error.problems) from None
+
+
+def _below_section(problem: Problem, name: str) -> Problem:
+    path = f"{SECTION}.{problem.path}" if problem.path else SECTION
+    return replace(problem, path=path) if problem.source == name else problem
 
 
 def _load_data(data: Mapping[str, Any]) -> Config:

@@ -1,4 +1,4 @@
-"""ort_accel for Hugging Face scripts: arguments, trainers, and a callback for trainers that are already there."""
+"""ort_accel for Hugging Face scripts: arguments, trainers, a callback for any Trainer, and a plugin for accelerate."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ort_accel.hf.accelerate_plugin import ORTAccelPlugin
     from ort_accel.hf.arguments import ORTSeq2SeqTrainingArguments, ORTTrainingArguments
     from ort_accel.hf.callback import ORTAccelCallback
     from ort_accel.hf.trainer import ORTSeq2SeqTrainer, ORTTrainer
 
 _HOMES = {
     "ORTAccelCallback": "ort_accel.hf.callback",
+    "ORTAccelPlugin": "ort_accel.hf.accelerate_plugin",
     "ORTSeq2SeqTrainer": "ort_accel.hf.trainer",
     "ORTSeq2SeqTrainingArguments": "ort_accel.hf.arguments",
     "ORTTrainer": "ort_accel.hf.trainer",
@@ -20,6 +22,7 @@ _HOMES = {
 
 __all__ = [
     "ORTAccelCallback",
+    "ORTAccelPlugin",
     "ORTSeq2SeqTrainer",
     "ORTSeq2SeqTrainingArguments",
     "ORTTrainer",

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 """A YAML file, the same as a dict, a finished configuration, or None for the defaults."""
 
+CONFIG_VARIABLE = "ORT_ACCEL_CONFIG"
+"""The environment variable that names the YAML file where a script names none."""
+
 _NOT_WITH_A_TRAINER_YET = (
     "optimizer.name",
     "optimizer.step_in_backward",
@@ -29,8 +32,11 @@ _NOT_WITH_A_TRAINER_YET = (
 
 
 def usable_config(source: ConfigSource) -> Config:
-    """Load a configuration and refuse what it asks for and nobody would do, before anything is built."""
-    config = load_config(source)
+    """Load a configuration and refuse what it asks for and nobody would do, before anything is built.
+
+    Without a source, the file that the environment names counts: `ort-accel launch` names its own there.
+    """
+    config = load_config(os.environ.get(CONFIG_VARIABLE) or None if source is None else source)
     wishes = {path: attrgetter(path)(config) for path in _NOT_WITH_A_TRAINER_YET}
     problems = [
         Problem(path, f"{value!r} has no effect in a Trainer in this version of ort_accel; remove the key")

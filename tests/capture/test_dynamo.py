@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import ort_accel
+from ort_accel.capture.backend import FIXED_SIZES, registered
 from ort_accel.reporting import Reason
 from tests.against_eager import assert_step_as_eager, compilations, pair, report
 
@@ -97,3 +98,11 @@ def test_the_counters_that_are_read_exist():
 
     broken(torch.ones(2))
     assert sum(torch._dynamo.utils.counters["graph_break"].values()) == 1
+
+
+@pytest.mark.parametrize("dynamic", [False, None])
+def test_sizes_that_torch_compile_keeps_fixed_are_noted(dynamic):
+    """`accelerate launch --dynamo_backend onnxrt` asks for fixed sizes."""
+    config = {"engine": {"onnx_prefix": f"fixed_{dynamic}"}}
+    torch.compile(nn.Linear(6, 6), backend="onnxrt", dynamic=dynamic, options={"config": config})(torch.randn(3, 6))
+    assert (FIXED_SIZES in registered(ort_accel.load_config(config)).report.notes) == (dynamic is False)

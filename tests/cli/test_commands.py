@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ort_accel.cli.main import app
 
-COMMANDS = ["check", "schema", "env", "migrate"]
+COMMANDS = ["check", "schema", "env", "migrate", "init", "launch"]
 runner = CliRunner()
 
 

@@ -1,0 +1,153 @@
+"""Scripts that are launched for real: alone, in two processes, through each launcher; compared with plain PyTorch."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.test_utils import path_in_accelerate_package
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+LOOP, TRAINER = str(SCRIPTS / "loop.py"), str(SCRIPTS / "with_trainer.py")
+LAUNCH = ["-m", "ort_accel", "launch"]
+FROM_TWO = {"rel": 1e-6, "abs": 1e-6}
+"""Two halves of a sum are added in another order than the whole."""
+
+
+def python(*arguments, code=0, **variables):
+    keep = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "ORT_ACCEL_"))}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**keep, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables},
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def result(file):
+    return json.loads(file.read_text())
+
+
+def torchrun():
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
+
+
+def config_file(tmp_path, name, section=None):
+    """A file of configs/accelerate on a port that is free."""
+    keys = yaml.safe_load((ROOT / "configs" / "accelerate" / f"{name}.yaml").read_text())
+    keys |= {"main_process_port": 0} | ({"ort_accel_config": section} if section else {})
+    file = tmp_path / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(keys))
+    return file
+
+
+@pytest.fixture(scope="module")
+def eager_loop(tmp_path_factory):
+    out = tmp_path_factory.mktemp("eager") / "eager.json"
+    python(LOOP, out, ACCELERATE_USE_CPU="true")
+    found = result(out)
+    assert found["report"] is None
+    return found
+
+
+@pytest.fixture(scope="module")
+def eager_trainer(tmp_path_factory):
+    out = tmp_path_factory.mktemp("eager") / "eager.json"
+    python(TRAINER, out)
+    return result(out)
+
+
+def test_an_untouched_script_runs_on_onnx_runtime_and_learns_the_same(tmp_path, eager_loop):
+    out = tmp_path / "out.json"
+    file = config_file(tmp_path, "single-cpu", {"compute": {"attention": "products"}})
+    python(*LAUNCH, "--config_file", file, LOOP, out, "--lr", "1")
+    found = result(out)
+    assert found["losses"] == pytest.approx(eager_loop["losses"], abs=1e-6)
+    assert found["keys"] == eager_loop["keys"]
+    assert found["arguments"] == ["--lr", "1"]
+    effects = {feature["name"]: feature["effect"] for feature in found["report"]["features"]}
+    assert "matrix products and a softmax" in effects["compute.attention"], "the section was not read"
+
+
+@pytest.mark.parametrize("launcher", ["ort-accel launch", "torchrun"])
+def test_two_processes_on_the_cpu_train_as_one_with_one_pair_of_graphs(tmp_path, eager_loop, launcher):
+    out = tmp_path / "out.json"
+    if launcher == "torchrun":
+        python(*torchrun(), "-m", "ort_accel.run", LOOP, out)
+    else:
+        python(*LAUNCH, "--config_file", config_file(tmp_path, "ddp"), LOOP, out)
+    found = result(out)
+    assert found["processes"] == 2
+    assert found["losses"] == pytest.approx(eager_loop["losses"], **FROM_TWO)
+    assert found["weight"] == pytest.approx(eager_loop["weight"], **FROM_TWO)
+    assert found["report"]["counters"]["compilations"] == 2
+    assert found["report"]["fallbacks"] == []
+
+
+def test_zero_2_shares_gradients_around_one_pair_of_graphs(tmp_path, eager_loop):
+    pytest.importorskip("deepspeed")
+    out = tmp_path / "out.json"
+    python(
+        *LAUNCH, "--config_file", config_file(tmp_path, "deepspeed-zero2", {"engine": {"fallback": "error"}}), LOOP, out
+    )
+    found = result(out)
+    assert found["losses"] == pytest.approx(eager_loop["losses"], **FROM_TWO)
+    assert found["report"]["counters"]["compilations"] == 2
+
+
+def test_zero_3_leaves_the_model_to_pytorch_and_says_why(tmp_path, eager_loop):
+    pytest.importorskip("deepspeed")
+    out = tmp_path / "out.json"
+    done = python(*LAUNCH, "--config_file", config_file(tmp_path, "deepspeed-zero3"), LOOP, out)
+    found = result(out)
+    assert found["losses"] == pytest.approx(eager_loop["losses"], **FROM_TWO)
+    (feature,) = found["report"]["features"]
+    assert (feature["name"], feature["state"]) == ("engine", "refused")
+    assert "ZeRO stage 3" in feature["reason"]
+    assert "stays plain PyTorch" in done.stderr
+
+
+def test_a_trainer_in_two_processes_trains_as_one_with_one_pair_of_graphs(tmp_path, eager_trainer):
+    out = tmp_path / "out.json"
+    python(*torchrun(), "-m", "ort_accel.run", TRAINER, out)
+    found = result(out)
+    assert found["processes"] == 2
+    assert found["losses"] == pytest.approx(eager_trainer["losses"], **FROM_TWO)
+    assert found["report"]["counters"]["compilations"] == 3, "forward and backward, and forward alone for evaluation"
+
+
+def test_the_runner_works_as_a_module_of_accelerate_launch(tmp_path, eager_loop):
+    out = tmp_path / "out.json"
+    accelerate = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", 1, "--num_machines", 1]
+    python(*accelerate, "-m", "ort_accel.run", LOOP, out)
+    assert result(out)["losses"] == pytest.approx(eager_loop["losses"], abs=1e-6)
+    assert result(out)["report"]["counters"]["compilations"] == 2
+
+
+def test_accelerates_own_switch_for_compilers_names_this_engine(tmp_path, eager_loop):
+    out = tmp_path / "out.json"
+    keys = {"distributed_type": "NO", "use_cpu": True, "dynamo_config": {"dynamo_backend": "ONNXRT"}}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(keys))
+    python("-m", "accelerate.commands.launch", "--config_file", tmp_path / "a.yaml", LOOP, out)
+    found = result(out)
+    assert found["losses"] == pytest.approx(eager_loop["losses"], abs=1e-6)
+    assert found["keys"] == [f"_orig_mod.{key}" for key in eager_loop["keys"]]
+
+
+def test_accelerates_own_scripts_pass(tmp_path):
+    folder = path_in_accelerate_package("test_utils", "scripts")
+    script = tmp_path / "all.py"
+    script.write_text(
+        "import runpy\n"
+        "for name in ('test_script', 'test_sync', 'test_ops'):\n"
+        f"    runpy.run_path('{folder}/' + name + '.py', run_name='__main__')\n"
+    )
+    done = python(*LAUNCH, "--cpu", script)
+    assert "this model runs on ONNX Runtime" in done.stderr
