@@ -27,8 +27,8 @@ class MasterWeightOptimizer(Optimizer):
         optimizer.step()
 
     A step whose gradients are not all finite is skipped: parameters and the state of the optimizer stay untouched, the
-    loss scale falls by its rules, and `overflow` and `skipped_steps` tell of it. `state_dict()` has all of it: a resumed
-    run repeats the uninterrupted one.
+    loss scale falls by its rules, and `overflow` and `skipped_steps` tell of it. `state_dict()` has all of it, so that
+    a resumed run repeats the uninterrupted one.
     """
 
     def __init__(self, optimizer: Optimizer, loss_scale: LossScale | None = None) -> None:
