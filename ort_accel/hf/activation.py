@@ -18,10 +18,7 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 """A YAML file, the same as a dict, a finished configuration, or None for the defaults."""
 
 _NOT_WITH_A_TRAINER_YET = (
-    "optimizer.name",
     "optimizer.step_in_backward",
-    "optimizer.fp16.enabled",
-    "optimizer.fp16.replace_checks",
     "distributed.load_balancing.enabled",
     "observe.activation_statistics",
     "observe.report_file",

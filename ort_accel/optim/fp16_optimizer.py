@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from ort_accel.errors import OptimizerError
 from ort_accel.optim.loss_scale import LossScale
 from ort_accel.optim.master_weights import MasterWeightOptimizer
-from ort_accel.optim.modifiers import replace_checks
+from ort_accel.optim.modifiers import maker_of, replace_checks
 
 
 def FP16_Optimizer(optimizer: Any, *, loss_scale: LossScale | None = None) -> Any:
@@ -19,14 +19,17 @@ def FP16_Optimizer(optimizer: Any, *, loss_scale: LossScale | None = None) -> An
     DeepSpeed, Apex or Megatron made, also inside Accelerate's wrapper, comes back itself, with its slow overflow checks
     and norms replaced; if none could be, that is an error with the reason.
     """
-    if not isinstance(optimizer, MasterWeightOptimizer) and (replaced := replace_checks(optimizer)) is not None:
+    if isinstance(optimizer, MasterWeightOptimizer):
+        raise OptimizerError("this optimizer has fp32 weights and a loss scale already; leave FP16_Optimizer out")
+    maker = maker_of(optimizer)
+    if maker is not None and loss_scale is not None:
+        raise OptimizerError(f"{maker} scales the loss itself; leave loss_scale out")
+    if (replaced := replace_checks(optimizer)) is not None:
         if not replaced.methods:
             raise OptimizerError(
                 f"nothing was replaced in the optimizer that {replaced.maker} made: {'; '.join(replaced.refusals)}; "
                 "use it as it is"
             )
-        if loss_scale is not None:
-            raise OptimizerError(f"{replaced.maker} scales the loss itself; leave loss_scale out")
         return optimizer
     if not isinstance(optimizer, Optimizer):
         raise OptimizerError(

@@ -124,14 +124,20 @@ class MasterWeightOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.unscale_():
-            self.optimizer.step()
-            self._write_back()
-        else:
-            self.skipped_steps += 1
-        self.loss_scale.update(self.overflow)
+        if not self.unscale_():
+            self.skip()
+            return loss
+        self.optimizer.step()
+        self._write_back()
+        self.loss_scale.update(overflow=False)
         self._gathered = False
         return loss
+
+    def skip(self) -> None:
+        """Count a step as skipped, and let the scale fall by its rules."""
+        self.skipped_steps += 1
+        self.loss_scale.update(overflow=True)
+        self._gathered = False
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, the fp32 copies, the loss scale and the count of skipped steps."""

@@ -1,6 +1,6 @@
 """Operations on many tensors at once. The only file that calls PyTorch's private multi-tensor operators for them.
 
-Checked on torch 2.11 to 2.13: `_amp_foreach_non_finite_check_and_unscale_`, `_foreach_norm`, `_foreach_mul_`,
+Checked on torch 2.13: `_amp_foreach_non_finite_check_and_unscale_`, `_foreach_norm`, `_foreach_mul_`,
 `_foreach_copy_`.
 """
 

@@ -32,7 +32,7 @@ UNUSUAL = {
     "density.inspect": True,
     "distributed.zero3": True,
     "distributed.load_balancing.enabled": True,
-    "optimizer.name": "adamw_ort_fused",
+    "optimizer.step_in_backward": True,
     "observe.memory_stats": True,
     "observe.report_file": "report.json",
 }

@@ -46,6 +46,12 @@ def replace_checks(optimizer: Any) -> Replaced | None:
     return Replaced(found.maker, tuple(methods), tuple(refusals))
 
 
+def maker_of(optimizer: Any) -> str | None:
+    """The framework that made an optimizer, or one inside it; None if none that is known did."""
+    found = _find(optimizer)
+    return None if found is None else found.maker
+
+
 def _find(optimizer: Any) -> Finding | None:
     while optimizer is not None:
         for find in _FINDERS:
