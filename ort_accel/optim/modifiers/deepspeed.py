@@ -40,19 +40,21 @@ def find(optimizer: Any) -> Finding | None:
         )
     if getattr(optimizer, "cpu_offload", False):
         return Finding("DeepSpeed", refusal="with an offloaded optimizer the checks are part of DeepSpeed's backward")
-    checks = Replacement(
+    check = Replacement(
         optimizer,
         "has_overflow_partitioned_grads_serial",
-        _overflow_check(optimizer),
+        overflow_check(optimizer),
         lambda method: _on_made_up_gradients(optimizer, method),
     )
-    norm = Replacement(
-        optimizer, "get_grad_norm_direct", _norm(optimizer), lambda method: _norms_of_made_up(optimizer, method)
+    common_norm = Replacement(
+        optimizer, "get_grad_norm_direct", norm(optimizer), lambda method: _norms_of_made_up(optimizer, method)
     )
-    return Finding("DeepSpeed", (checks, norm), agree=lambda fine: _on_all_processes(optimizer, fine))
+    return Finding("DeepSpeed", (check, common_norm), agree=lambda fine: _on_all_processes(optimizer, fine))
 
 
-def _overflow_check(optimizer: Any) -> Method:
+def overflow_check(optimizer: Any) -> Method:
+    """In place of `has_overflow_partitioned_grads_serial`."""
+
     def has_overflow_partitioned_grads_serial() -> Tensor:
         groups = (optimizer.averaged_gradients[index] for index in range(len(optimizer.bit16_groups)))
         grads = [grad for group in groups for grad in group if grad is not None]
@@ -61,7 +63,8 @@ def _overflow_check(optimizer: Any) -> Method:
     return has_overflow_partitioned_grads_serial
 
 
-def _norm(optimizer: Any) -> Method:
+def norm(optimizer: Any) -> Method:
+    """In place of `get_grad_norm_direct`."""
     original: Callable[..., Tensor] = optimizer.get_grad_norm_direct
 
     def get_grad_norm_direct(gradients: Iterable[Tensor], params: Iterable[Any], norm_type: float = 2) -> Tensor:
