@@ -95,17 +95,18 @@ class BuildsOptimizer(_Trainer):
 def settle_optimizer(optimizer: Any, model: nn.Module, config: Config) -> None:
     """Make the optimizer that a Trainer is about to use what the configuration says, or say why it cannot be."""
     inner = _chain(optimizer)
+    present = type(inner[-1]).__name__ if inner else "no optimizer"
     wishes = config.optimizer
     adam = next((each for each in inner if isinstance(each, FusedAdam)), None)
     if wishes.name == OPTIM and adam is None:
         raise OrtAccelError(
-            f"optimizer.name is {OPTIM}, and this Trainer trains with {type(inner[-1]).__name__}; use ORTTrainer, "
+            f"optimizer.name is {OPTIM}, and this Trainer trains with {present}; use ORTTrainer, "
             "which builds it, and pass no optimizer, or pass optimizers=(ort_accel.optim.build_optimizer(...), None)"
         )
     masters = next((each for each in inner if isinstance(each, MasterWeightOptimizer)), None)
     if wishes.fp16.enabled and masters is None:
         raise OrtAccelError(
-            f"optimizer.fp16.enabled is true, and this Trainer trains with {type(inner[-1]).__name__} alone; use "
+            f"optimizer.fp16.enabled is true, and this Trainer trains with {present} alone; use "
             "ORTTrainer, which puts fp32 weights around it"
         )
     effects: dict[str, str] = {}

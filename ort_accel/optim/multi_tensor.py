@@ -42,6 +42,7 @@ def norms(tensors: Iterable[Tensor], norm_type: float = 2.0, dtype: torch.dtype 
     return found
 
 
+@torch.no_grad()
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
     """The norm of all tensors taken as one vector, on the device of the first."""
     each = norms(tensors, norm_type, dtype)
@@ -69,7 +70,7 @@ def _by_device_and_type(tensors: Iterable[Tensor]) -> Iterable[tuple[torch.devic
     groups: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.numel():
-            groups[tensor.device, tensor.dtype].append(tensor.detach())
+            groups[tensor.device, tensor.dtype].append(tensor)
     return [(device, group) for (device, _), group in groups.items()]
 
 

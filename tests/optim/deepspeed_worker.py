@@ -7,12 +7,17 @@ from pathlib import Path
 import deepspeed
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedOptimizerWrapper
 from deepspeed.accelerator import get_accelerator
 from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
 
 from ort_accel.errors import OptimizerError
+from ort_accel.hf import ORTTrainer, ORTTrainingArguments
 from ort_accel.optim import FP16_Optimizer
+
+CHECKS = ("has_overflow_partitioned_grads_serial", "get_grad_norm_direct")
 
 
 def engine_for(stage, precision):
@@ -56,7 +61,7 @@ def compare(stage, precision, rank):
     calls = []
     wrapped = DeepSpeedOptimizerWrapper(optimizer)
     is_same = FP16_Optimizer(wrapped) is wrapped
-    for name in ("has_overflow_partitioned_grads_serial", "get_grad_norm_direct"):
+    for name in CHECKS:
         ours = getattr(optimizer, name)
         setattr(optimizer, name, lambda *args, _ours=ours, **named: calls.append(1) or _ours(*args, **named))
     return {"theirs": theirs, "mine": train(engine, optimizer, rank), "same": is_same, "calls": len(calls)}
@@ -69,17 +74,50 @@ def refusals(rank):
         original = optimizer.get_grad_norm_direct
         optimizer.get_grad_norm_direct = lambda *args, **named: original(*args, **named) * 2
     FP16_Optimizer(optimizer)
-    answers["replaced"] = [
-        name
-        for name in ("has_overflow_partitioned_grads_serial", "get_grad_norm_direct")
-        if getattr(getattr(optimizer, name), "_from_ort_accel", False)
-    ]
+    answers["replaced"] = [name for name in CHECKS if getattr(getattr(optimizer, name), "_from_ort_accel", False)]
     _, stage_3 = engine_for(3, "bf16")
     try:
         FP16_Optimizer(stage_3)
     except OptimizerError as error:
         answers["stage 3"] = str(error)
     return answers
+
+
+def in_a_trainer(rank, folder):
+    """FusedAdam under ZeRO-2, built and settled by ORTTrainer."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
+        "bf16": {"enabled": True},
+    }
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(
+        BertConfig(
+            vocab_size=32,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=32,
+            num_labels=2,
+        )
+    )
+    generator = torch.Generator().manual_seed(0)
+    samples = [{"input_ids": torch.randint(0, 32, (5,), generator=generator), "labels": row % 2} for row in range(32)]
+    args = ORTTrainingArguments(
+        folder, deepspeed=config, bf16=True, use_cpu=True, max_steps=3, logging_steps=1, save_strategy="no",
+        disable_tqdm=True, report_to="none", optim="adamw_ort_fused",
+    )  # fmt: skip
+    trainer = ORTTrainer(model, args, train_dataset=samples, ort_config={"engine": {"enabled": False}})
+    trainer.train()
+    zero = trainer.optimizer.optimizer
+    return {
+        "made by": type(zero).__name__,
+        "inside": type(zero.optimizer).__name__,
+        "replaced": [name for name in CHECKS if getattr(getattr(zero, name), "_from_ort_accel", False)],
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+    }
 
 
 def main(rank, folder):
@@ -90,6 +128,7 @@ def main(rank, folder):
     Accelerator(cpu=True)
     seen = {f"{stage} {kind}": compare(stage, kind, rank) for stage in (1, 2) for kind in ("fp16", "bf16")}
     seen["refusals"] = refusals(rank)
+    seen["trainer"] = in_a_trainer(rank, folder)
     Path(folder, f"{rank}.json").write_text(json.dumps(seen))
     torch.distributed.destroy_process_group()
 

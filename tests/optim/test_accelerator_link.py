@@ -49,8 +49,8 @@ def by_accelerate(folder=None):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer = build()
     connect(accelerator, optimizer)
-    model, wrapped = accelerator.prepare(model, optimizer)
-    schedule = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    model, wrapped, schedule = accelerator.prepare(model, optimizer, schedule)
     norms, skipped = [], []
     for number, batch in enumerate(batches()):
         with accelerator.accumulate(model):

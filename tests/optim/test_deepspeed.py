@@ -65,3 +65,11 @@ def test_a_difference_in_one_process_keeps_the_original_in_all(seen):
 def test_stage_3_is_refused_with_the_reason(seen):
     for process in seen:
         assert "only ZeRO stages 1 and 2 have their checks there" in process["refusals"]["stage 3"]
+
+
+def test_a_trainer_builds_fused_adam_under_zero_and_replaces_the_checks(seen):
+    for process in seen:
+        trained = process["trainer"]
+        assert (trained["made by"], trained["inside"]) == ("DeepSpeedZeroOptimizer", "FusedAdam")
+        assert trained["replaced"] == ["has_overflow_partitioned_grads_serial", "get_grad_norm_direct"]
+        assert len(trained["losses"]) == 3

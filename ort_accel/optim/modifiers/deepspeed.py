@@ -71,11 +71,17 @@ def norm(optimizer: Any) -> Method:
         if float(norm_type) == math.inf:
             return original(gradients, params, norm_type)
         import deepspeed.comm as dist
-        from deepspeed.runtime.utils import mask_nan_or_inf_with_val_inplace
+        from deepspeed.runtime.utils import is_model_parallel_parameter, mask_nan_or_inf_with_val_inplace
         from deepspeed.runtime.zero.utils import get_norm_dtype
 
-        own = [grad for grad in gradients if not getattr(grad, "_zero_padding", False)]
-        counted = [grad for grad, param in zip(own, params, strict=False) if _counts(optimizer, param)]
+        def counts(param: Any) -> bool:
+            """Whether this process counts a parameter that others may hold as well."""
+            if getattr(param, "ds_pipe_replicated", False):
+                return False
+            return optimizer.model_parallel_rank == 0 or bool(is_model_parallel_parameter(param))
+
+        own = (grad for grad in gradients if not getattr(grad, "_zero_padding", False))
+        counted = [grad for grad, param in zip(own, params, strict=False) if counts(param)]
         norms = multi_tensor.norms(counted, float(norm_type), get_norm_dtype())
         total = torch.zeros((), device=optimizer.device)
         if norms:
@@ -87,15 +93,6 @@ def norm(optimizer: Any) -> Method:
         return total
 
     return get_grad_norm_direct
-
-
-def _counts(optimizer: Any, param: Any) -> bool:
-    """Whether this process counts a parameter that others may hold as well."""
-    from deepspeed.runtime.utils import is_model_parallel_parameter
-
-    if getattr(param, "ds_pipe_replicated", False):
-        return False
-    return bool(is_model_parallel_parameter(param)) or optimizer.model_parallel_rank == 0
 
 
 def _stored(grads: list[Tensor]) -> list[Tensor]:
