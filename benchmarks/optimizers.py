@@ -34,6 +34,7 @@ def measure(
     tensors: Annotated[int, typer.Option(min=1, help="Gradients for the checks, of 64 values each.")] = 1000,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds that count.")] = 11,
     threads: Annotated[int, typer.Option(min=1, help="Threads of PyTorch.")] = os.cpu_count() or 1,
+    apart: Annotated[bool, typer.Option(help="Give each optimizer parameters and moments of its own.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here.")] = None,
 ) -> None:
     """Measure optimizer steps, and checks for overflow and norms, each contender in turn in every round."""
@@ -45,7 +46,8 @@ def measure(
         "parameters": sum(torch.Size(shape).numel() for shape in shapes),
         "tensors": len(shapes),
         "checked_tensors": tensors,
-        "steps": _timed(_steps(shapes), OURS, rounds),
+        "apart": apart,
+        "steps": _timed(_steps(shapes, apart), OURS, rounds),
     }
     for name, contenders in _checks(tensors).items():
         typer.echo(name)
@@ -60,14 +62,15 @@ def _layer(width: int = 768) -> list[Sequence[int]]:
     return [*([square, (width,)] * 4), wide, (4 * width,), tall, (width,), *([(width,)] * 4)]
 
 
-def _steps(shapes: list[Sequence[int]]) -> dict[str, Callable[[], None]]:
-    """One optimizer each on the same parameters and moments: where memory lies is worth two per cent here."""
+def _steps(shapes: list[Sequence[int]], apart: bool) -> dict[str, Callable[[], None]]:
+    """One optimizer each, on the same parameters and moments: where memory lies is worth two per cent here."""
     params = _parameters(shapes)
     moments = [(torch.zeros_like(param), torch.zeros_like(param)) for param in params]
     steps: dict[str, Callable[[], None]] = {}
     for name, build in BUILDERS.items():
-        optimizer = build(params)
-        for param, (first, second) in zip(params, moments, strict=True):
+        own = _parameters(shapes) if apart else params
+        optimizer = build(own)
+        for param, (first, second) in zip(() if apart else own, () if apart else moments, strict=True):
             optimizer.state[param] = {"step": torch.zeros(()), "exp_avg": first, "exp_avg_sq": second}
         steps[name] = optimizer.step  # type: ignore[assignment]
     return steps
