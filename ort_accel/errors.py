@@ -38,3 +38,7 @@ class ConfigError(OrtAccelError):
 
 class RuntimeMissingError(OrtAccelError, ImportError):
     """No onnxruntime is installed, or more than one, so that nothing can be run."""
+
+
+class OptimizerError(OrtAccelError, ValueError):
+    """An optimizer was given an option or a parameter that it cannot work with."""

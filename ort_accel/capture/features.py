@@ -38,6 +38,16 @@ OBEYED = (
     "engine.allow_checkpoint",
     "compute.fusions",
     "compute.attention",
+    "optimizer.name",
+    "optimizer.mode",
+    "optimizer.fp16.enabled",
+    "optimizer.fp16.initial_scale",
+    "optimizer.fp16.growth_factor",
+    "optimizer.fp16.backoff_factor",
+    "optimizer.fp16.window",
+    "optimizer.fp16.hysteresis",
+    "optimizer.fp16.min_scale",
+    "optimizer.fp16.replace_checks",
     "observe.log_level",
 )
 """Keys whose every value is obeyed, or refused where it is read."""
@@ -61,10 +71,7 @@ MISSING: dict[str, Any] = {
     "density.labels": False,
     "density.padding": False,
     "density.inspect": False,
-    "optimizer.name": None,
     "optimizer.step_in_backward": False,
-    "optimizer.fp16.enabled": False,
-    "optimizer.fp16.replace_checks": False,
     "distributed.zero3": False,
     "distributed.load_balancing.enabled": False,
     "observe.memory_stats": False,
@@ -85,13 +92,6 @@ FIXED = (
     "memory.offload",
     "density.threshold",
     "density.inspect_every",
-    "optimizer.mode",
-    "optimizer.fp16.initial_scale",
-    "optimizer.fp16.growth_factor",
-    "optimizer.fp16.backoff_factor",
-    "optimizer.fp16.window",
-    "optimizer.fp16.hysteresis",
-    "optimizer.fp16.min_scale",
     "distributed.load_balancing.complexity",
     "distributed.load_balancing.group_size",
     "distributed.load_balancing.random_level",
@@ -119,6 +119,7 @@ def record_features(config: Config, runtime: Flavor, settings: SessionSettings, 
     report.applied("engine", f"{runtime.distribution} {runtime.version}, {kind}, {how}")
     _record_engine(config, settings, report)
     _record_compute(config, report)
+    _record_optimizer(config, report)
     for path, without in MISSING.items():
         _record_missing(path, without, attrgetter(path)(config), report)
 
@@ -179,6 +180,17 @@ def _record_compute(config: Config, report: Report) -> None:
         report.off("compute.fusions", "switched off, with all optimizations of ONNX Runtime")
     else:
         report.applied("compute.fusions", "those of ONNX Runtime, and the gradient of a cross-entropy in one sweep")
+
+
+def _record_optimizer(config: Config, report: Report) -> None:
+    """What a Trainer does with the optimizer is known when its training begins, and takes the place of this."""
+    wishes = config.optimizer
+    report.off(
+        "optimizer.name", f"ORTTrainer builds {wishes.name}" if wishes.name else "left to the training arguments"
+    )
+    report.off("optimizer.fp16.enabled", "ORTTrainer keeps fp32 weights" if wishes.fp16.enabled else "not asked for")
+    given = "for optimizers that DeepSpeed, Apex or Megatron made; there is none"
+    report.off("optimizer.fp16.replace_checks", given if wishes.fp16.replace_checks else "switched off")
 
 
 def _record_wish(path: str, effect: str, report: Report) -> None:

@@ -21,10 +21,7 @@ CONFIG_VARIABLE = "ORT_ACCEL_CONFIG"
 """The environment variable that names the YAML file where a script names none."""
 
 _NOT_WITH_A_TRAINER_YET = (
-    "optimizer.name",
     "optimizer.step_in_backward",
-    "optimizer.fp16.enabled",
-    "optimizer.fp16.replace_checks",
     "distributed.load_balancing.enabled",
     "observe.activation_statistics",
     "observe.report_file",

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
+from ort_accel.hf.optimizer import KnowsFusedAdam
+
 
 @dataclass
-class _ConfigArgument:
+class _ConfigArgument(KnowsFusedAdam):
     ort_config: str | None = field(
         default=None,
         metadata={"help": "The YAML file that sets up ort_accel. Without one, everything is at its default."},

@@ -8,6 +8,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import ConfigSource, activate, usable_config
+from ort_accel.hf.optimizer import settle_optimizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,5 +38,6 @@ class ORTAccelCallback(TrainerCallback):
         self.start(args, named["model"])
 
     def on_train_begin(self, args: TrainingArguments, *_: Any, **named: Any) -> None:
-        """Activate the model again: with `model_init` the Trainer has made a new one."""
+        """Activate the model again: with `model_init` the Trainer has made a new one. Then settle its optimizer."""
         self.start(args, named["model"])
+        settle_optimizer(named.get("optimizer"), named["model"], self.config)

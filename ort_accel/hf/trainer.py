@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
@@ -10,14 +10,10 @@ from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import ConfigSource, usable_config
 from ort_accel.hf.callback import ORTAccelCallback
-
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
+from ort_accel.hf.optimizer import BuildsOptimizer
 
 
-class _OnOnnxRuntime(_Base):
+class _OnOnnxRuntime(BuildsOptimizer):
     """What both trainers add: one argument, and one callback."""
 
     def __init__(
@@ -28,9 +24,9 @@ class _OnOnnxRuntime(_Base):
         ort_config: ConfigSource = None,
         **named: Any,
     ) -> None:
-        config = _one_config(ort_config, getattr(args, "ort_config", None))
+        self.ort_config = _one_config(ort_config, getattr(args, "ort_config", None))
         super().__init__(model, args, *more, **named)
-        self._add_ort_callback(config)
+        self._add_ort_callback(self.ort_config)
 
     def _add_ort_callback(self, config: Config) -> None:
         given = [callback for callback in self.callback_handler.callbacks if isinstance(callback, ORTAccelCallback)]

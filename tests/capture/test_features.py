@@ -32,7 +32,6 @@ UNUSUAL = {
     "density.inspect": True,
     "distributed.zero3": True,
     "distributed.load_balancing.enabled": True,
-    "optimizer.name": "adamw_ort_fused",
     "observe.memory_stats": True,
     "observe.report_file": "report.json",
 }

@@ -13,7 +13,7 @@ class Fp16(Section):
     """fp32 master weights with a dynamic loss scale around the optimizer."""
 
     enabled: bool = False
-    """Wrap the optimizer that is built here in `FP16_Optimizer`."""
+    """Wrap the optimizer that the Trainer builds in `FP16_Optimizer`. For a model whose weights are 16-bit."""
 
     initial_scale: Annotated[float, Field(gt=0.0)] = 65536.0
     """The loss scale to begin with. Lower it if the first steps are all skipped."""
@@ -22,13 +22,13 @@ class Fp16(Section):
     """The scale is multiplied by this after `window` steps without overflow."""
 
     backoff_factor: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-    """The scale is multiplied by this on overflow."""
+    """The scale is multiplied by this when it falls."""
 
     window: Annotated[int, Field(ge=1)] = 2000
     """Steps without overflow before the scale grows."""
 
     hysteresis: Annotated[int, Field(ge=1)] = 1
-    """Overflows in a row before the scale falls."""
+    """The scale falls on this overflow in a row, and on every one that follows directly."""
 
     min_scale: Annotated[float, Field(gt=0.0)] = 1.0
     """The scale never falls below this."""

@@ -1,0 +1,148 @@
+"""The optimizer of a Trainer: by `optim="adamw_ort_fused"`, or by the `optimizer:` section of the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer, TrainingArguments
+
+import ort_accel
+from ort_accel.config import Config
+from ort_accel.errors import OrtAccelError
+from ort_accel.optim import FusedAdam
+from ort_accel.optim.accelerator_link import connect
+from ort_accel.optim.decay import decayed
+from ort_accel.optim.factory import MODES, with_fp32_weights
+from ort_accel.optim.master_weights import MasterWeightOptimizer
+from ort_accel.optim.modifiers import replace_checks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    _Trainer = Trainer
+    _Arguments = TrainingArguments
+else:
+    _Trainer = _Arguments = object
+
+OPTIM = "adamw_ort_fused"
+"""The name that training arguments and configuration know FusedAdam by."""
+
+
+@dataclass
+class KnowsFusedAdam(_Arguments):
+    """For training arguments: `optim` may be `adamw_ort_fused`, which transformers does not know."""
+
+    # A command line takes what transformers lists, where the type is an enumeration.
+    optim: str = field(  # type: ignore[assignment]
+        default=TrainingArguments.__dataclass_fields__["optim"].default,
+        metadata={"help": f"The optimizer to use: {OPTIM}, or a name that transformers knows (see `OptimizerNames`)."},
+    )
+
+    def __post_init__(self) -> None:
+        """Check the arguments as transformers does, with a name that it knows in the meantime."""
+        is_ours = self.optim == OPTIM
+        if is_ours:
+            self.optim = "adamw_torch"
+        super().__post_init__()  # type: ignore[no-untyped-call]
+        if is_ours:
+            self.optim = OPTIM
+
+
+class BuildsOptimizer(_Trainer):
+    """For trainers: builds FusedAdam where it is asked for, and puts fp32 weights around what is built."""
+
+    ort_config: Config
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """With our optimizer the norms of every class are left out, as `ort_accel.optim.decay_groups` does."""
+        return decayed(model) if self._wants_fused_adam() else super().get_decay_parameter_names(model)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Build the optimizer; the groups, and everything else about it, are made by transformers."""
+        if self.optimizer is None and self._wants_fused_adam():
+            self.optimizer_cls_and_kwargs = self._fused_adam()
+        built = super().create_optimizer(model)
+        if self.ort_config.optimizer.fp16.enabled and not isinstance(built, MasterWeightOptimizer):
+            if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+                who = "DeepSpeed" if self.is_deepspeed_enabled else "FSDP"
+                raise OrtAccelError(
+                    f"optimizer.fp16.enabled is true, and {who} keeps fp32 weights itself; remove the key, and ask "
+                    f"{who} for 16-bit training in its own configuration"
+                )
+            self.optimizer = with_fp32_weights(built, self.ort_config.optimizer)
+            connect(self.accelerator, self.optimizer)
+        return self.optimizer
+
+    def _wants_fused_adam(self) -> bool:
+        return self.ort_config.optimizer.name == OPTIM or self.args.optim == OPTIM
+
+    def _fused_adam(self) -> tuple[type[FusedAdam], dict[str, Any]]:
+        given = self.optimizer_cls_and_kwargs
+        if given is not None and given[0] is not FusedAdam:
+            raise OrtAccelError(
+                f"the trainer was given {given[0].__name__} in optimizer_cls_and_kwargs, and {OPTIM} by its arguments "
+                "or its configuration; give only one of them"
+            )
+        return FusedAdam, {
+            "lr": self.args.learning_rate,
+            "betas": (self.args.adam_beta1, self.args.adam_beta2),
+            "eps": self.args.adam_epsilon,
+            "adam_w_mode": MODES[self.ort_config.optimizer.mode],
+        }
+
+
+def settle_optimizer(optimizer: Any, model: nn.Module, config: Config) -> None:
+    """Make the optimizer that a Trainer is about to use what the configuration says, or say why it cannot be."""
+    inner = _chain(optimizer)
+    present = type(inner[-1]).__name__ if inner else "no optimizer"
+    wishes = config.optimizer
+    adam = next((each for each in inner if isinstance(each, FusedAdam)), None)
+    if wishes.name == OPTIM and adam is None:
+        raise OrtAccelError(
+            f"optimizer.name is {OPTIM}, and this Trainer trains with {present}; use ORTTrainer, "
+            "which builds it, and pass no optimizer, or pass optimizers=(ort_accel.optim.build_optimizer(...), None)"
+        )
+    masters = next((each for each in inner if isinstance(each, MasterWeightOptimizer)), None)
+    if wishes.fp16.enabled and masters is None:
+        raise OrtAccelError(
+            f"optimizer.fp16.enabled is true, and this Trainer trains with {present} alone; use "
+            "ORTTrainer, which puts fp32 weights around it"
+        )
+    effects: dict[str, str] = {}
+    if adam is not None:
+        spared = sum(len(group["params"]) for group in adam.param_groups if not group["weight_decay"])
+        effects["optimizer.name"] = f"FusedAdam, {wishes.mode}; {spared} parameters without decay"
+    if masters is not None:
+        effects["optimizer.fp16.enabled"] = f"fp32 weights, loss scale {masters.loss_scale.scale:g}"
+    reason = _replace_checks(optimizer, wishes.fp16.replace_checks, effects)
+    if config.engine.enabled and (effects or reason):
+        report = ort_accel.report(model)
+        for name, effect in effects.items():
+            report.applied(name, effect)
+        if reason:
+            report.refused("optimizer.fp16.replace_checks", reason)
+
+
+def _replace_checks(optimizer: Any, wish: bool | str, effects: dict[str, str]) -> str:
+    """Replace a framework's slow checks. Returns why nothing was, where there was something to replace."""
+    if wish is False:
+        return ""
+    replaced = replace_checks(optimizer)
+    reasons = "; ".join(replaced.refusals) if replaced else "no DeepSpeed, Apex or Megatron made this optimizer"
+    if wish is True and (replaced is None or replaced.refusals):
+        raise OrtAccelError(f"optimizer.fp16.replace_checks is true, and it cannot be: {reasons}; write auto or false")
+    if replaced is None:
+        return ""
+    if replaced.methods:
+        effects["optimizer.fp16.replace_checks"] = f"{', '.join(replaced.methods)} of {replaced.maker}"
+    return "" if replaced.methods else reasons
+
+
+def _chain(optimizer: Any) -> list[Any]:
+    """An optimizer, the one inside it, and so on."""
+    found = []
+    while optimizer is not None:
+        found.append(optimizer)
+        optimizer = vars(optimizer).get("optimizer")
+    return found

@@ -1,0 +1,83 @@
+"""The scale of the loss in 16-bit training: as high as the gradients bear it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from ort_accel.config.sections import Fp16
+from ort_accel.errors import OptimizerError
+
+_HIGHEST = float(torch.finfo(torch.float32).max)
+
+
+@dataclass
+class LossScale:
+    """A dynamic loss scale. `optimizer.fp16` in the configuration has the same settings."""
+
+    scale: float = 65536.0
+    """What the loss is multiplied by now."""
+    growth_factor: float = 2.0
+    """The scale is multiplied by this after `window` steps in a row without overflow."""
+    backoff_factor: float = 0.5
+    """The scale is multiplied by this on overflow number `hysteresis` in a row, and on each that follows directly."""
+    window: int = 2000
+    hysteresis: int = 1
+    min_scale: float = 1.0
+    """The scale never falls below this."""
+    good_steps: int = 0
+    """Steps without overflow since the scale changed or a step overflowed."""
+    overflows: int = 0
+    """Overflows in a row."""
+
+    def __post_init__(self) -> None:
+        problems = {
+            "scale": (self.scale > 0 and math.isfinite(self.scale), "a finite number above 0"),
+            "growth_factor": (self.growth_factor > 1, "above 1"),
+            "backoff_factor": (0 < self.backoff_factor < 1, "between 0 and 1"),
+            "window": (self.window >= 1, "1 or more"),
+            "hysteresis": (self.hysteresis >= 1, "1 or more"),
+            "min_scale": (0 < self.min_scale <= self.scale, f"above 0 and at most the first scale, {self.scale:g}"),
+        }
+        for name, (is_right, allowed) in problems.items():
+            if not is_right:
+                raise OptimizerError(f"{name} of a loss scale is {getattr(self, name)}; it must be {allowed}")
+
+    @classmethod
+    def from_config(cls, fp16: Fp16) -> LossScale:
+        """The loss scale that the configuration asks for."""
+        return cls(
+            fp16.initial_scale,
+            fp16.growth_factor,
+            fp16.backoff_factor,
+            fp16.window,
+            fp16.hysteresis,
+            fp16.min_scale,
+        )
+
+    def update(self, overflow: bool) -> None:
+        """Take note of a step, and change the scale if it is time to."""
+        if overflow:
+            self.good_steps = 0
+            self.overflows += 1
+            if self.overflows >= self.hysteresis:
+                self.scale = max(self.scale * self.backoff_factor, self.min_scale)
+            return
+        self.overflows = 0
+        self.good_steps += 1
+        if self.good_steps == self.window:
+            self.good_steps = 0
+            if self.scale * self.growth_factor <= _HIGHEST:
+                self.scale *= self.growth_factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken; the settings stay those of this object."""
+        for name in ("scale", "good_steps", "overflows"):
+            setattr(self, name, state[name])

@@ -1,0 +1,231 @@
+"""An optimizer that works on fp32 copies of 16-bit parameters, under a dynamic loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ort_accel.errors import OptimizerError, OrtAccelError
+from ort_accel.optim import multi_tensor
+from ort_accel.optim.loss_scale import LossScale
+
+_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+
+
+class MasterWeightOptimizer(Optimizer):
+    """Any PyTorch optimizer, on fp32 copies of its 16-bit parameters.
+
+    In a loop of one's own::
+
+        optimizer.zero_grad()
+        optimizer.backward(loss)             # as often as gradients are accumulated
+        optimizer.clip_grad_norm_(1.0)       # optional, directly before the step
+        optimizer.step()
+
+    A step whose gradients are not all finite is skipped: parameters and the state of the optimizer stay untouched, the
+    loss scale falls by its rules, and `overflow` and `skipped_steps` tell of it. `state_dict()` has all of it, so that
+    a resumed run repeats the uninterrupted one.
+    """
+
+    def __init__(self, optimizer: Optimizer, loss_scale: LossScale | None = None) -> None:
+        # Optimizer.__init__ is not called: groups, state and defaults are those of the optimizer inside.
+        self.optimizer = optimizer
+        self.loss_scale = loss_scale or LossScale()
+        self.overflow = False
+        """Whether the last step was skipped."""
+        self.skipped_steps = 0
+        self._gathered = False
+        self._models: list[Tensor] = []
+        self._masters: list[Tensor] = []
+        for group in optimizer.param_groups:
+            self._adopt(group)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the optimizer inside, with the fp32 copies in place of 16-bit parameters."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of the optimizer inside."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The default options of the optimizer inside."""
+        return self.optimizer.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the optimizer inside has."""
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All of it, for copies and pickles."""
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """The reverse of `__getstate__`."""
+        self.__dict__.update(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; 16-bit ones get fp32 copies."""
+        self.optimizer.add_param_group(param_group)
+        self._adopt(self.optimizer.param_groups[-1])
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times its scale, for those who call `backward` themselves."""
+        return loss.float() * self.loss_scale.scale
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Backward of the scaled loss."""
+        torch.autograd.backward(self.scale(loss), **options)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the parameters, or fill them with zeros."""
+        self._gathered = False
+        for model, master in zip(self._models, self._masters, strict=True):
+            if model is not master:
+                master.grad = None
+            if set_to_none:
+                model.grad = None
+            elif model.grad is not None:
+                model.grad = torch.zeros_like(model.grad)
+
+    @torch.no_grad()
+    def unscale_(self) -> bool:
+        """Bring the gradients to fp32 and divide them by the scale. Returns whether all are finite.
+
+        `clip_grad_norm_` and `step` do it themselves; the gradients can be read in `param_groups` afterwards.
+        """
+        if not self._gathered:
+            self.overflow = bool(multi_tensor.unscale_(self._gather(), 1.0 / self.loss_scale.scale))
+            self._gathered = True
+        return not self.overflow
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients to a norm. Returns the norm before, which is infinite if the step will be skipped."""
+        if not self.unscale_():
+            return torch.full((), torch.inf)
+        grads = [master.grad for master in self._masters if master.grad is not None]
+        norm = multi_tensor.total_norm(grads, norm_type)
+        if max_norm < torch.inf:
+            multi_tensor.multiply_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters, or skip the step. A closure is called once; it must call `backward` of this object."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.unscale_():
+            self.skip()
+            return loss
+        self.optimizer.step()
+        self._write_back()
+        self.loss_scale.update(overflow=False)
+        self._gathered = False
+        return loss
+
+    def skip(self) -> None:
+        """Count a step as skipped, and let the scale fall by its rules."""
+        self.skipped_steps += 1
+        self.loss_scale.update(overflow=True)
+        self._gathered = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, the fp32 copies, the loss scale and the count of skipped steps."""
+        copies = {index: master.detach() for index, master in enumerate(self._masters) if self._is_copy(index)}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "masters": copies,
+            "loss_scale": self.loss_scale.state_dict(),
+            "skipped_steps": self.skipped_steps,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state; the 16-bit parameters are made anew from the fp32 copies in it."""
+        if "masters" not in state_dict:
+            raise OptimizerError(
+                "this is the state of an optimizer without fp32 copies (it has no 'masters'); load it into the "
+                "optimizer before it is given to FP16_Optimizer"
+            )
+        copies = {index for index in range(len(self._masters)) if self._is_copy(index)}
+        if set(state_dict["masters"]) != copies:
+            raise OptimizerError(
+                f"the state has fp32 copies of {len(state_dict['masters'])} parameters and this optimizer of "
+                f"{len(copies)}; it belongs to a model with other 16-bit parameters"
+            )
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        for index, saved in state_dict["masters"].items():
+            self._masters[index].copy_(saved)
+        self._write_back()
+        self.loss_scale.load_state_dict(state_dict["loss_scale"])
+        self.skipped_steps = state_dict["skipped_steps"]
+        self._gathered = False
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        """Put fp32 copies into a group in place of its 16-bit parameters."""
+        for row, param in enumerate(group["params"]):
+            _check(param)
+            master = param
+            if param.dtype in _SIXTEEN_BIT:
+                master = nn.Parameter(param.detach().float(), requires_grad=param.requires_grad)
+                group["params"][row] = master
+                if param in self.optimizer.state:
+                    self.optimizer.state[master] = _in_fp32(self.optimizer.state.pop(param), param.dtype)
+            self._models.append(param)
+            self._masters.append(master)
+
+    def _is_copy(self, index: int) -> bool:
+        return self._masters[index] is not self._models[index]
+
+    def _gather(self) -> list[Tensor]:
+        """The gradients for the optimizer inside; those of 16-bit parameters are copied to the fp32 copies."""
+        grads, targets, sources = [], [], []
+        for model, master in zip(self._models, self._masters, strict=True):
+            if model.grad is None:
+                master.grad = None
+                continue
+            if model.grad.is_sparse:
+                raise OrtAccelError(
+                    f"FP16_Optimizer was given a sparse gradient for a parameter of shape {tuple(model.shape)}; "
+                    "build the embedding with sparse=False"
+                )
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
+            if master is not model:
+                targets.append(master.grad)
+                sources.append(model.grad)
+            grads.append(master.grad)
+        multi_tensor.copy_(targets, sources)
+        return grads
+
+    def _write_back(self) -> None:
+        pairs = [
+            (model, master) for model, master in zip(self._models, self._masters, strict=True) if model is not master
+        ]
+        multi_tensor.copy_([model for model, _ in pairs], [master for _, master in pairs])
+
+
+def _check(param: Tensor) -> None:
+    if hasattr(param, "device_mesh"):
+        raise OptimizerError(
+            "FP16_Optimizer was given a sharded parameter (DTensor), whose overflows the other processes would not "
+            "see; with FSDP use its mixed-precision policy, which keeps fp32 weights itself"
+        )
+
+
+def _in_fp32(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The state of a parameter of `dtype` for its fp32 copy."""
+    return {
+        name: value.float() if isinstance(value, Tensor) and value.dtype == dtype else value
+        for name, value in state.items()
+    }
