@@ -38,6 +38,12 @@ OBEYED = (
     "engine.allow_checkpoint",
     "compute.fusions",
     "compute.attention",
+    "distributed.load_balancing.enabled",
+    "distributed.load_balancing.complexity",
+    "distributed.load_balancing.group_size",
+    "distributed.load_balancing.random_level",
+    "distributed.load_balancing.seed",
+    "distributed.load_balancing.drop_last",
     "observe.log_level",
 )
 """Keys whose every value is obeyed, or refused where it is read."""
@@ -66,7 +72,6 @@ MISSING: dict[str, Any] = {
     "optimizer.fp16.enabled": False,
     "optimizer.fp16.replace_checks": False,
     "distributed.zero3": False,
-    "distributed.load_balancing.enabled": False,
     "observe.memory_stats": False,
     "observe.activation_statistics": None,
     "observe.report_file": None,
@@ -92,11 +97,6 @@ FIXED = (
     "optimizer.fp16.window",
     "optimizer.fp16.hysteresis",
     "optimizer.fp16.min_scale",
-    "distributed.load_balancing.complexity",
-    "distributed.load_balancing.group_size",
-    "distributed.load_balancing.random_level",
-    "distributed.load_balancing.seed",
-    "distributed.load_balancing.drop_last",
 )
 """Keys that nothing reads in this version, so that only their default is true."""
 
@@ -119,6 +119,7 @@ def record_features(config: Config, runtime: Flavor, settings: SessionSettings, 
     report.applied("engine", f"{runtime.distribution} {runtime.version}, {kind}, {how}")
     _record_engine(config, settings, report)
     _record_compute(config, report)
+    _record_trainers(config, report)
     for path, without in MISSING.items():
         _record_missing(path, without, attrgetter(path)(config), report)
 
@@ -179,6 +180,15 @@ def _record_compute(config: Config, report: Report) -> None:
         report.off("compute.fusions", "switched off, with all optimizations of ONNX Runtime")
     else:
         report.applied("compute.fusions", "those of ONNX Runtime, and the gradient of a cross-entropy in one sweep")
+
+
+def _record_trainers(config: Config, report: Report) -> None:
+    """What only a Trainer can do. It overwrites the refusal."""
+    if config.distributed.load_balancing.enabled:
+        how = "ORTTrainer does it; in a loop of your own use ort_accel.data.LoadBalancingDistributedSampler"
+        report.refused("distributed.load_balancing.enabled", how)
+    else:
+        report.off("distributed.load_balancing.enabled", "not asked for")
 
 
 def _record_wish(path: str, effect: str, report: Report) -> None:

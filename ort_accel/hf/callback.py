@@ -8,6 +8,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import ConfigSource, activate, usable_config
+from ort_accel.hf.load_balancing import record_load_balancing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,3 +40,4 @@ class ORTAccelCallback(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, *_: Any, **named: Any) -> None:
         """Activate the model again: with `model_init` the Trainer has made a new one."""
         self.start(args, named["model"])
+        record_load_balancing(named["model"], self.config, named.get("train_dataloader"), args.world_size)

@@ -125,7 +125,6 @@ def test_a_wrong_file_is_refused_before_anything_is_built(accelerated, tmp_path)
     [
         {"optimizer": {"name": "adamw_ort_fused"}},
         {"optimizer": {"fp16": {"replace_checks": True}}},
-        {"distributed": {"load_balancing": {"enabled": True}}},
         {"observe": {"report_file": "report.json"}},
     ],
     ids=str,
