@@ -44,6 +44,13 @@ def restore(model: Model) -> Model:
     return model
 
 
+def recapture(model: nn.Module) -> None:
+    """Forget what was compiled for an accelerated model, since its hooks changed. A plain model stays as it is."""
+    call = _call_of(model)
+    if call is not None:
+        model._compiled_call_impl = CompiledCall(model, call.backend)
+
+
 def report(model: nn.Module) -> Report:
     """What was applied to an accelerated model, what was refused and why, and what ran where."""
     call = _call_of(model)

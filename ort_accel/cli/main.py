@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import ort_accel
-from ort_accel.cli import bench, check, env, explain, migrate, schema
+from ort_accel.cli import bench, check, compare_stats, env, explain, migrate, schema
 
 app = typer.Typer(
     name="ort-accel",
@@ -27,6 +27,7 @@ app.command("env")(env.env)
 app.command("migrate")(migrate.migrate)
 app.command("explain")(explain.explain)
 app.command("bench")(bench.bench)
+app.command("compare-stats")(compare_stats.compare_stats)
 
 
 def _print_version(asked: bool) -> None:

@@ -23,7 +23,7 @@ FEATURE = "distributed.load_balancing.enabled"
 
 
 class StepOrder(Sampler[int]):
-    """The samples of all processes in the epoch that the Trainer is in: a step of the first process, then of the second.
+    """The samples of all processes in the Trainer's epoch: a step of the first process, then of the second.
 
     Incomplete last steps are filled with each process's first samples, or left out.
     """
