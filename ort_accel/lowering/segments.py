@@ -70,8 +70,8 @@ def sources(node: fx.Node, free: set[fx.Node]) -> set[fx.Node]:
 def cut(graph: fx.Graph, assignment: Assignment) -> list[Cut]:
     """Group nodes so that control changes hands as rarely as the data allows.
 
-    Nodes that draw random numbers, write into their inputs or show them to a subscriber keep their order among each other,
-    and a write keeps its place among all others.
+    Nodes that draw random numbers, write into their inputs or show them to a subscriber keep their order among each
+    other, and a write keeps its place among all others.
     """
     todo = [node for node in graph.nodes if node in assignment.runner and node not in assignment.free]
     waits = _dependencies(todo, assignment.free)

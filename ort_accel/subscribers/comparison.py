@@ -99,6 +99,13 @@ def _difference(place: Place, row: Row | None, other: Row | None, sizes: dict[tu
 
 def _compared(row: Row | None, other: Row | None, floor: float) -> tuple[float, str]:
     if row is None or other is None:
+        present = row or other
+        if (
+            present
+            and present["direction"] == "backward"
+            and not (present["norm1"] or present["nan"] or present["inf"])
+        ):
+            return 0.0, "zeros, and no gradient"
         return math.inf, f"only in the {'second' if row is None else 'first'} run"
     for name in ("shape", "nan", "inf"):
         if row[name] != other[name]:

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch._guards import TracingContext
+from torch.fx.node import has_side_effect
 
 
 class Listener:
@@ -75,4 +76,6 @@ def _pass_back(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[Any, 
     return watch_gradient(gradient, ctx.saved_tensors[0], ctx.listener, ctx.key), None, None
 
 
+# What nothing uses is shown, too, as in eager PyTorch.
+has_side_effect(torch.ops.ort_accel.watch.default)
 watch.register_autograd(_pass_back, setup_context=_keep)

@@ -113,7 +113,7 @@ def test_only_the_steps_asked_for_are_written(tmp_path):
 
 def test_a_folder_that_is_not_empty_is_only_written_to_on_request(tmp_path):
     recorded(bert, tmp_path, accelerated=False)
-    with pytest.raises(OrtAccelError, match="is not empty; .*override_output_dir"):
+    with pytest.raises(OrtAccelError, match=r"is not empty; .*override_output_dir"):
         StatisticsSubscriber(tmp_path)
     StatisticsSubscriber(tmp_path, override_output_dir=True)
     assert not list((tmp_path / "rank-0").iterdir())
