@@ -45,6 +45,7 @@ OBEYED = (
     "distributed.load_balancing.seed",
     "distributed.load_balancing.drop_last",
     "observe.log_level",
+    "observe.activation_statistics",
 )
 """Keys whose every value is obeyed, or refused where it is read."""
 
@@ -73,7 +74,6 @@ MISSING: dict[str, Any] = {
     "optimizer.fp16.replace_checks": False,
     "distributed.zero3": False,
     "observe.memory_stats": False,
-    "observe.activation_statistics": None,
     "observe.report_file": None,
 }
 """Features that this version does not have, with the value that does without them."""
@@ -189,6 +189,11 @@ def _record_trainers(config: Config, report: Report) -> None:
         report.refused("distributed.load_balancing.enabled", how)
     else:
         report.off("distributed.load_balancing.enabled", "not asked for")
+    if config.observe.activation_statistics is not None:
+        how = "a Trainer does it; in a loop of your own use ort_accel.subscribers.StatisticsSubscriber"
+        report.refused("observe.activation_statistics", how)
+    else:
+        report.off("observe.activation_statistics", "not asked for")
 
 
 def _record_wish(path: str, effect: str, report: Report) -> None:

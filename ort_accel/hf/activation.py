@@ -22,7 +22,6 @@ _NOT_WITH_A_TRAINER_YET = (
     "optimizer.step_in_backward",
     "optimizer.fp16.enabled",
     "optimizer.fp16.replace_checks",
-    "observe.activation_statistics",
     "observe.report_file",
 )
 
