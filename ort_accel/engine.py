@@ -69,6 +69,13 @@ def config_of(model: nn.Module) -> Config | None:
     return None if call is None else call.backend.config
 
 
+def recapture(model: nn.Module) -> None:
+    """Forget what was compiled for an accelerated model, since its hooks changed. A plain model stays as it is."""
+    call = _call_of(model)
+    if call is not None:
+        model._compiled_call_impl = CompiledCall(model, call.backend)
+
+
 def report(model: nn.Module) -> Report:
     """What was applied to an accelerated model, what was refused and why, and what ran where."""
     call = _call_of(model)

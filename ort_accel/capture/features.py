@@ -48,7 +48,14 @@ OBEYED = (
     "optimizer.fp16.hysteresis",
     "optimizer.fp16.min_scale",
     "optimizer.fp16.replace_checks",
+    "distributed.load_balancing.enabled",
+    "distributed.load_balancing.complexity",
+    "distributed.load_balancing.group_size",
+    "distributed.load_balancing.random_level",
+    "distributed.load_balancing.seed",
+    "distributed.load_balancing.drop_last",
     "observe.log_level",
+    "observe.activation_statistics",
 )
 """Keys whose every value is obeyed, or refused where it is read."""
 
@@ -73,9 +80,7 @@ MISSING: dict[str, Any] = {
     "density.inspect": False,
     "optimizer.step_in_backward": False,
     "distributed.zero3": False,
-    "distributed.load_balancing.enabled": False,
     "observe.memory_stats": False,
-    "observe.activation_statistics": None,
     "observe.report_file": None,
 }
 """Features that this version does not have, with the value that does without them."""
@@ -92,11 +97,6 @@ FIXED = (
     "memory.offload",
     "density.threshold",
     "density.inspect_every",
-    "distributed.load_balancing.complexity",
-    "distributed.load_balancing.group_size",
-    "distributed.load_balancing.random_level",
-    "distributed.load_balancing.seed",
-    "distributed.load_balancing.drop_last",
 )
 """Keys that nothing reads in this version, so that only their default is true."""
 
@@ -120,6 +120,7 @@ def record_features(config: Config, runtime: Flavor, settings: SessionSettings, 
     _record_engine(config, settings, report)
     _record_compute(config, report)
     _record_optimizer(config, report)
+    _record_trainers(config, report)
     for path, without in MISSING.items():
         _record_missing(path, without, attrgetter(path)(config), report)
 
@@ -191,6 +192,20 @@ def _record_optimizer(config: Config, report: Report) -> None:
     report.off("optimizer.fp16.enabled", "ORTTrainer keeps fp32 weights" if wishes.fp16.enabled else "not asked for")
     given = "for optimizers that DeepSpeed, Apex or Megatron made; there is none"
     report.off("optimizer.fp16.replace_checks", given if wishes.fp16.replace_checks else "switched off")
+
+
+def _record_trainers(config: Config, report: Report) -> None:
+    """What only a Trainer can do. It overwrites the refusal."""
+    if config.distributed.load_balancing.enabled:
+        how = "ORTTrainer does it; in a loop of your own use ort_accel.data.LoadBalancingDistributedSampler"
+        report.refused("distributed.load_balancing.enabled", how)
+    else:
+        report.off("distributed.load_balancing.enabled", "not asked for")
+    if config.observe.activation_statistics is not None:
+        how = "a Trainer does it; in a loop of your own use ort_accel.subscribers.StatisticsSubscriber"
+        report.refused("observe.activation_statistics", how)
+    else:
+        report.off("observe.activation_statistics", "not asked for")
 
 
 def _record_wish(path: str, effect: str, report: Report) -> None:

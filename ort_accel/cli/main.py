@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import ort_accel
-from ort_accel.cli import bench, check, env, explain, init, launch, migrate, schema
+from ort_accel.cli import bench, check, compare_stats, env, explain, init, launch, migrate, schema
 
 app = typer.Typer(
     name="ort-accel",
@@ -29,6 +29,7 @@ app.command("explain")(explain.explain)
 app.command("bench")(bench.bench)
 app.command("init")(init.init)
 app.command("launch", context_settings=launch.SETTINGS, add_help_option=False)(launch.launch)
+app.command("compare-stats")(compare_stats.compare_stats)
 
 
 def _print_version(asked: bool) -> None:

@@ -22,8 +22,6 @@ CONFIG_VARIABLE = "ORT_ACCEL_CONFIG"
 
 _NOT_WITH_A_TRAINER_YET = (
     "optimizer.step_in_backward",
-    "distributed.load_balancing.enabled",
-    "observe.activation_statistics",
     "observe.report_file",
 )
 

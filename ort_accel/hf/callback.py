@@ -8,7 +8,10 @@ from transformers import TrainerCallback, TrainingArguments
 
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import ConfigSource, activate, usable_config
+from ort_accel.hf.load_balancing import record_load_balancing
 from ort_accel.hf.optimizer import settle_optimizer
+from ort_accel.hf.statistics import record_activations
+from ort_accel.subscribers import SubscriberManager
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +25,7 @@ class ORTAccelCallback(TrainerCallback):
 
     def __init__(self, config: ConfigSource = None) -> None:
         self.config = usable_config(config)
+        self._activations: SubscriberManager | None = None
 
     def start(self, args: TrainingArguments, model: nn.Module) -> None:
         """Activate the model of a Trainer; what already runs as configured is left as it is."""
@@ -41,3 +45,11 @@ class ORTAccelCallback(TrainerCallback):
         """Activate the model again: with `model_init` the Trainer has made a new one. Then settle its optimizer."""
         self.start(args, named["model"])
         settle_optimizer(named.get("optimizer"), named["model"], self.config)
+        self._activations = record_activations(named["model"], self.config)
+        record_load_balancing(named["model"], self.config, named.get("train_dataloader"), args.world_size)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Take the statistics off the model again."""
+        if self._activations is not None:
+            self._activations.unsubscribe()
+            self._activations = None

@@ -10,6 +10,7 @@ from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import ConfigSource, usable_config
 from ort_accel.hf.callback import ORTAccelCallback
+from ort_accel.hf.load_balancing import load_balanced_order
 from ort_accel.hf.optimizer import BuildsOptimizer
 
 
@@ -39,6 +40,10 @@ class _OnOnnxRuntime(BuildsOptimizer):
             callback = ORTAccelCallback(config)
             self.add_callback(callback)
             callback.on_init_end(self.args, model=self.model)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        order = load_balanced_order(self, self.ort_config, train_dataset)
+        return super()._get_train_sampler(train_dataset) if order is None else order
 
 
 class ORTTrainer(_OnOnnxRuntime, Trainer):

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ort_accel.lowering.nodes import fakes_in, is_random, writes
+from ort_accel.lowering.nodes import fakes_in, is_random, is_watched, writes
 from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, Operand, Slower, describe
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.lowering.sizes import expression
@@ -56,7 +56,7 @@ class Assigner:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload):
             return Refusal(Reason.UNSUPPORTED_OP, "not an ATen operator")
-        if {str(target), str(target).rpartition(".")[0]} & self.unwanted:
+        if {str(target), str(target).rpartition(".")[0]} & self.unwanted or is_watched(node):
             return Refusal(Reason.WISH)
         if "scaled_dot_product" in str(target) or "flash_attention" in str(target):
             return Refusal(Reason.ATTENTION)

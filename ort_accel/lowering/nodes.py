@@ -37,6 +37,11 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def is_watched(node: fx.Node) -> bool:
+    """Whether a node shows a tensor to a subscriber."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ort_accel"
+
+
 def writes(node: fx.Node) -> bool:
     """Whether a node may change a tensor that it was given."""
     target = node.target

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ort_accel.lowering.assign import Refusal
-from ort_accel.lowering.nodes import is_part, is_random, is_size, is_view, tensors_of, writes
+from ort_accel.lowering.nodes import is_part, is_random, is_size, is_view, is_watched, tensors_of, writes
 from ort_accel.reporting import Runner
 
 Decide = Callable[[fx.Node], Refusal | None]
@@ -70,8 +70,8 @@ def sources(node: fx.Node, free: set[fx.Node]) -> set[fx.Node]:
 def cut(graph: fx.Graph, assignment: Assignment) -> list[Cut]:
     """Group nodes so that control changes hands as rarely as the data allows.
 
-    Nodes that draw random numbers or write into their inputs keep their order among each other, and a write keeps its
-    place among all others.
+    Nodes that draw random numbers, write into their inputs or show them to a subscriber keep their order among each
+    other, and a write keeps its place among all others.
     """
     todo = [node for node in graph.nodes if node in assignment.runner and node not in assignment.free]
     waits = _dependencies(todo, assignment.free)
@@ -104,7 +104,7 @@ def _dependencies(nodes: Sequence[fx.Node], free: set[fx.Node]) -> dict[fx.Node,
         if writes(node):
             waits[node].update(seen)
             write = node
-        if writes(node) or is_random(node):
+        if writes(node) or is_random(node) or is_watched(node):
             if ordered is not None:
                 waits[node].add(ordered)
             ordered = node

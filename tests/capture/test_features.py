@@ -31,7 +31,6 @@ UNUSUAL = {
     "density.threshold": 0.5,
     "density.inspect": True,
     "distributed.zero3": True,
-    "distributed.load_balancing.enabled": True,
     "observe.memory_stats": True,
     "observe.report_file": "report.json",
 }

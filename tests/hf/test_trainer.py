@@ -123,7 +123,6 @@ def test_a_wrong_file_is_refused_before_anything_is_built(accelerated, tmp_path)
 @pytest.mark.parametrize(
     "config",
     [
-        {"distributed": {"load_balancing": {"enabled": True}}},
         {"observe": {"report_file": "report.json"}},
     ],
     ids=str,

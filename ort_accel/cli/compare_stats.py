@@ -1,0 +1,84 @@
+"""`ort-accel compare-stats`: the activation statistics of two runs side by side, and where they part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from ort_accel.subscribers.comparison import Difference
+
+_SHOWN = 10
+
+
+def compare_stats(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A folder of activation statistics.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    tolerance: Annotated[float, typer.Option(min=0.0, help="Up to this share of the values, it is rounding.")] = 1e-3,
+    everything: Annotated[bool, typer.Option("--all", help="List what agrees, too.")] = False,
+) -> None:
+    """Line up two runs module by module and name the first module where they part.
+
+    observe.activation_statistics and StatisticsSubscriber write the folders. The exit code is 0 if the runs agree, 1 if
+    they part, and 2 if a folder cannot be read.
+
+    \b
+    Examples:
+      ort-accel compare-stats eager-statistics ort-statistics
+      ort-accel compare-stats a b --tolerance 1e-5 --all
+    """
+    from rich.console import Console
+
+    from ort_accel.errors import OrtAccelError
+    from ort_accel.subscribers.comparison import compare, first_divergence
+
+    try:
+        differences = compare(first, second)
+    except OrtAccelError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+    parted = first_divergence(differences, tolerance)
+    shown = differences if everything else _around(differences, parted, tolerance)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    if shown:
+        console.print(_table(shown, tolerance))
+    if parted is None:
+        typer.echo(f"{len(differences)} tensors agree within {tolerance:g}")
+        return
+    typer.echo(
+        f"first divergence: step {parted.step}, {parted.direction}, {parted.module or 'the model itself'} "
+        f"({parted.kind}): {parted.what}"
+    )
+    raise typer.Exit(1)
+
+
+def _around(differences: Sequence[Difference], parted: Difference | None, tolerance: float) -> list[Difference]:
+    """The last that agrees before the runs part, and the first that do not."""
+    if parted is None:
+        return []
+    start = differences.index(parted)
+    diverged = [item for item in differences[start:] if item.amount > tolerance]
+    return [*differences[max(start - 1, 0) : start], *diverged[:_SHOWN]]
+
+
+def _table(differences: Sequence[Difference], tolerance: float) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
+    for heading in ("step", "direction", "module", "kind", "difference", "what differs most"):
+        table.add_column(heading, overflow="fold", justify="right" if heading == "step" else "left")
+    for item in differences:
+        place = item.module or "(model)"
+        module = f"{place}, call {item.call}" if item.call else place
+        amount = Text(f"{item.amount:.2g}", style="red" if item.amount > tolerance else "green")
+        table.add_row(str(item.step), item.direction, Text(module), Text(item.kind), amount, Text(item.what))
+    return table

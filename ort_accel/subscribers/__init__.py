@@ -1,0 +1,6 @@
+"""Watching a model's modules at work, on ONNX Runtime as in eager PyTorch."""
+
+from ort_accel.subscribers.base import Site, SubscriberBase, SubscriberManager
+from ort_accel.subscribers.statistics import StatisticsSubscriber
+
+__all__ = ["Site", "StatisticsSubscriber", "SubscriberBase", "SubscriberManager"]

@@ -1,0 +1,129 @@
+"""Lining up the activation statistics of two runs, module by module, and finding where they part. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ort_accel.errors import OrtAccelError
+
+Row = dict[str, Any]
+Place = tuple[int, str, str, int, int]
+
+_NEGLIGIBLE = 1e-6
+"""A tensor whose values are so much smaller than the largest of its step and direction counts as rounding."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a tensor of one run differs from that of the other."""
+
+    step: int
+    direction: str
+    module: str
+    kind: str
+    tensor: int
+    call: int
+    amount: float
+    """The largest difference between their statistics, as a share of the size of their values; infinite where they
+    cannot be compared."""
+    what: str
+    """Which statistic differs most, and its two values."""
+
+
+def compare(first: Path, second: Path) -> list[Difference]:
+    """The differences between two folders of statistics, in the order of running."""
+    rows, others = _read(first), _read(second)
+    sizes = _sizes([*rows.values(), *others.values()])
+    return [_difference(place, rows.get(place), others.get(place), sizes) for place in _merged(rows, others)]
+
+
+def first_divergence(differences: Iterable[Difference], tolerance: float) -> Difference | None:
+    """The first difference in the order of running that is more than rounding."""
+    return next((item for item in differences if item.amount > tolerance), None)
+
+
+def _merged(rows: dict[Place, Row], others: dict[Place, Row]) -> list[Place]:
+    """The places of both runs, step by step and the forward first; within these in the order of the first run."""
+    places = dict.fromkeys([*rows, *others])
+    return sorted(places, key=lambda place: (place[0], place[1] != "forward"))
+
+
+def _read(folder: Path) -> dict[Place, Row]:
+    files = sorted(folder.glob("rank-0/step-*.jsonl")) or sorted(folder.glob("step-*.jsonl"))
+    if not files:
+        raise OrtAccelError(
+            f"{folder} holds no activation statistics (rank-0/step-*.jsonl); "
+            "observe.activation_statistics and StatisticsSubscriber write such folders"
+        )
+    rows: dict[Place, Row] = {}
+    for file in files:
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                row = json.loads(line)
+                place = row["step"], row["direction"], row["module"], row["tensor"], row["call"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise OrtAccelError(f"{file}:{number} is no line of activation statistics: {error!r}") from error
+            rows[place] = row
+    return rows
+
+
+def _sizes(rows: Iterable[Row]) -> dict[tuple[int, str], float]:
+    """The largest values of each step and direction."""
+    sizes: dict[tuple[int, str], float] = {}
+    for row in rows:
+        key = row["step"], row["direction"]
+        sizes[key] = max(sizes.get(key, 0.0), _root_mean_square(row))
+    return sizes
+
+
+def _root_mean_square(row: Row) -> float:
+    return float(row["norm2"]) / math.sqrt(max(_finite(row), 1))
+
+
+def _finite(row: Row) -> int:
+    return math.prod(row["shape"]) - int(row["nan"]) - int(row["inf"])
+
+
+def _difference(place: Place, row: Row | None, other: Row | None, sizes: dict[tuple[int, str], float]) -> Difference:
+    present = row or other
+    assert present is not None
+    step, direction, module, tensor, call = place
+    amount, what = _compared(row, other, sizes[step, direction] * _NEGLIGIBLE)
+    return Difference(step, direction, module, present["kind"], tensor, call, amount, what)
+
+
+def _compared(row: Row | None, other: Row | None, floor: float) -> tuple[float, str]:
+    if row is None or other is None:
+        present = row or other
+        if (
+            present
+            and present["direction"] == "backward"
+            and not (present["norm1"] or present["nan"] or present["inf"])
+        ):
+            return 0.0, "zeros, and no gradient"
+        return math.inf, f"only in the {'second' if row is None else 'first'} run"
+    for name in ("shape", "nan", "inf"):
+        if row[name] != other[name]:
+            return math.inf, f"{name} {row[name]} and {other[name]}"
+    count = _finite(row)
+    if not count:
+        return 0.0, ""
+    size = max(_root_mean_square(row), _root_mean_square(other), floor)
+    extreme = max(size, *(abs(item[name]) for item in (row, other) for name in ("min", "max")))
+    units = {
+        "mean": size,
+        "std": size,
+        "norm2": size * math.sqrt(count),
+        "norm1": size * count,
+        "min": extreme,
+        "max": extreme,
+        "pattern": size * math.sqrt(count),
+    }
+    amounts = {name: abs(row[name] - other[name]) / unit if unit else 0.0 for name, unit in units.items()}
+    worst = max(amounts, key=lambda name: amounts[name])
+    return amounts[worst], f"{worst} {row[worst]:.6g} and {other[worst]:.6g}"
