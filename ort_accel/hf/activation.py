@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import ort_accel
+from ort_accel.capture.features import refuse_missing
 from ort_accel.config import Config, load_config
-from ort_accel.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,28 +16,11 @@ if TYPE_CHECKING:
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 """A YAML file, the same as a dict, a finished configuration, or None for the defaults."""
 
-_NOT_WITH_A_TRAINER_YET = (
-    "optimizer.name",
-    "optimizer.step_in_backward",
-    "optimizer.fp16.enabled",
-    "optimizer.fp16.replace_checks",
-    "distributed.load_balancing.enabled",
-    "observe.activation_statistics",
-    "observe.report_file",
-)
-
 
 def usable_config(source: ConfigSource) -> Config:
     """Load a configuration and refuse what it asks for and nobody would do, before anything is built."""
     config = load_config(source)
-    wishes = {path: attrgetter(path)(config) for path in _NOT_WITH_A_TRAINER_YET}
-    problems = [
-        Problem(path, f"{value!r} has no effect in a Trainer in this version of ort_accel; remove the key")
-        for path, value in wishes.items()
-        if value not in (None, False, "auto")
-    ]
-    if problems:
-        raise ConfigError(problems)
+    refuse_missing(config)
     return config
 
 
