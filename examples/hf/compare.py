@@ -145,7 +145,8 @@ def show_outcomes(console: Console, outcomes: list[Outcome]) -> None:
 
     def row(label: str, text: Callable[[Any], str], key: str) -> None:
         values = [getattr(outcome, key) for outcome in outcomes]
-        table.add_row(label, *("not measured" if value is None else text(value) for value in values))
+        if any(value is not None for value in values):
+            table.add_row(label, *("not measured" if value is None else text(value) for value in values))
 
     row("train loss, last logged", "{:.4f}".format, "train_loss")
     row("held-out loss", "{:.4f}".format, "eval_loss")

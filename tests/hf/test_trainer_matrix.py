@@ -24,7 +24,7 @@ WAYS = {
     "a loss of one's own": {"compute_loss_func": own_loss},
     "gradient accumulation": {"gradient_accumulation_steps": 2},
     "the number of labels in the batch": {"build": llama, "train_dataset": texts(), "gradient_accumulation_steps": 2},
-    "model_init": {"model_init": bert},
+    "model_init": {"model_init": lambda: bert()},
 }
 
 
