@@ -88,7 +88,10 @@ def test_a_search_finds_what_eager_finds(tmp_path, side):
 
     def search(which):
         trainer = make(
-            which, None, arguments(tmp_path / which, max_steps=2, eval_strategy="steps", eval_steps=2), model_init=bert
+            which,
+            None,
+            arguments(tmp_path / which, max_steps=2, eval_strategy="steps", eval_steps=2),
+            model_init=lambda: bert(),
         )
         best = trainer.hyperparameter_search(
             hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-4, 1e-1])},

@@ -6,7 +6,7 @@ import torch
 import ort_accel
 from tests.hf.tiny import bert, llama, losses, t5, train
 
-TEXT = torch.tensor([[1, 5, 9, 4, 20, 7, 13, 28], [1, 11, 6, 17, 3, 25, 30, 8]])
+TEXT = torch.tensor([[29, 5, 9, 4, 20, 7, 13, 28], [29, 11, 6, 17, 3, 25, 30, 8]])
 
 
 def rows(labels):
