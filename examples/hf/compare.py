@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
+import ort_accel
+from ort_accel.observe.feature_table import render
+
 WARM_UP_STEPS = 2
 """The first step compiles, and the second may compile once more, for sizes that change."""
 
@@ -25,6 +29,7 @@ class Outcome:
 
     name: str
     train_loss: float | None
+    eval_loss: float | None
     accuracy: float | None
     tokens_per_s: float | None
     warm_tokens_per_s: float | None
@@ -97,15 +102,39 @@ def measure(name: str, trainer: Trainer) -> Outcome:
         trainer.train()
         wall_time = time.perf_counter() - begin
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    held_out = trainer.evaluate()
     return Outcome(
         name=name,
         train_loss=losses[-1] if losses else None,
-        accuracy=trainer.evaluate().get("eval_accuracy"),
+        eval_loss=held_out.get("eval_loss"),
+        accuracy=held_out.get("eval_accuracy"),
         tokens_per_s=clock.rate(),
         warm_tokens_per_s=clock.rate(skip=WARM_UP_STEPS),
         peak_memory=memory.growth,
         wall_time=wall_time,
     )
+
+
+def train_and_show(
+    build: Callable[[type[Trainer]], Trainer], ours: type[Trainer], eager: type[Trainer] | None, console: Console
+) -> Trainer:
+    """Train on ONNX Runtime, before that on eager PyTorch where asked for, and show what was measured."""
+    outcomes = [measure("eager PyTorch", build(eager))] if eager is not None else []
+    trainer = build(ours)
+    outcomes.append(measure("ort_accel", trainer))
+    show_outcomes(console, outcomes)
+    console.print(render(ort_accel.report(trainer.model)))
+    return trainer
+
+
+def exit_code(run: Callable[[], None]) -> int:
+    """Run a script; 2 means that its configuration or set-up cannot be used, and the reason is printed."""
+    try:
+        run()
+    except ort_accel.OrtAccelError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
 
 
 def show_outcomes(console: Console, outcomes: list[Outcome]) -> None:
@@ -116,9 +145,11 @@ def show_outcomes(console: Console, outcomes: list[Outcome]) -> None:
 
     def row(label: str, text: Callable[[Any], str], key: str) -> None:
         values = [getattr(outcome, key) for outcome in outcomes]
-        table.add_row(label, *("not measured" if value is None else text(value) for value in values))
+        if any(value is not None for value in values):
+            table.add_row(label, *("not measured" if value is None else text(value) for value in values))
 
     row("train loss, last logged", "{:.4f}".format, "train_loss")
+    row("held-out loss", "{:.4f}".format, "eval_loss")
     row("held-out accuracy", "{:.1%}".format, "accuracy")
     row("valid tokens/s, all steps", "{:,.0f}".format, "tokens_per_s")
     row(f"valid tokens/s, after {WARM_UP_STEPS} warm-up steps", "{:,.0f}".format, "warm_tokens_per_s")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compare import Outcome, measure, show_outcomes
+from compare import exit_code, train_and_show
 from rich.console import Console
 from texts import LABELS, Review, film_reviews, minilm, split
 from transformers import (
@@ -27,7 +27,6 @@ from transformers import (
 
 import ort_accel
 from ort_accel.hf import ORTTrainer, ORTTrainingArguments
-from ort_accel.observe.feature_table import render
 
 CONFIG = Path(__file__).parents[2] / "configs" / "bert-classification.yaml"
 
@@ -117,25 +116,14 @@ def run(script: ScriptArguments, training: Arguments, console: Console) -> None:
         f"{len(task.train)} film reviews to train on, {len(task.held_out)} others held out. "
         "The head that classifies them is new, which is what the load report says."
     )
-    outcomes: list[Outcome] = []
-    if script.compare_eager:
-        outcomes.append(measure("eager PyTorch", build(Trainer, task)))
-    trainer = build(ORTTrainer, task)
-    outcomes.append(measure("ort_accel", trainer))
-    trainer.save_model()
-    show_outcomes(console, outcomes)
-    console.print(render(ort_accel.report(trainer.model)))
+    eager = Trainer if script.compare_eager else None
+    train_and_show(lambda kind: build(kind, task), ORTTrainer, eager, console).save_model()
 
 
 def main() -> int:
     """Exit code 2 means that the configuration or the set-up cannot be used."""
     script, training = HfArgumentParser((ScriptArguments, Arguments)).parse_args_into_dataclasses()
-    try:
-        run(script, training, Console())
-    except ort_accel.OrtAccelError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: run(script, training, Console()))
 
 
 if __name__ == "__main__":

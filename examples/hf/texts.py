@@ -26,6 +26,12 @@ def film_reviews() -> list[Review]:
     return [Review(text.strip(), marks[mark]) for mark, text in pairs]
 
 
+def news() -> list[str]:
+    """The 300 news articles of Lee, Pincombe and Welsh's collection that gensim ships."""
+    file = package_folder("gensim") / "test" / "test_data" / "lee_background.cor"
+    return [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
 def split(reviews: list[Review], held_out: float, seed: int) -> tuple[list[Review], list[Review]]:
     """Reviews to train on, and a share to hold out that has as many of each label. The same seed, the same split."""
     wanted = [round(held_out * sum(review.label == label for review in reviews)) for label in range(len(LABELS))]

@@ -103,11 +103,16 @@ FIXED = (
 _DEFAULTS = Config()
 
 
-def record_features(config: Config, runtime: Flavor, settings: SessionSettings, report: Report) -> None:
-    """Write into the report what is on, off and refused; a wish that cannot be obeyed is a `ConfigError`."""
+def refuse_missing(config: Config) -> None:
+    """Raise a `ConfigError` that lists every wish this version cannot obey."""
     problems = [problem for path in (*MISSING, *FIXED) if (problem := _problem(config, path)) is not None]
     if problems:
         raise ConfigError(problems)
+
+
+def record_features(config: Config, runtime: Flavor, settings: SessionSettings, report: Report) -> None:
+    """Write into the report what is on, off and refused; a wish that cannot be obeyed is a `ConfigError`."""
+    refuse_missing(config)
     report.versions |= {
         "ort_accel": ort_accel.__version__,
         "torch": str(torch.__version__),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import ort_accel
+from ort_accel.capture.features import refuse_missing
 from ort_accel.config import Config, load_config
-from ort_accel.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,11 +19,6 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 CONFIG_VARIABLE = "ORT_ACCEL_CONFIG"
 """The environment variable that names the YAML file where a script names none."""
 
-_NOT_WITH_A_TRAINER_YET = (
-    "optimizer.step_in_backward",
-    "observe.report_file",
-)
-
 
 def usable_config(source: ConfigSource) -> Config:
     """Load a configuration and refuse what it asks for and nobody would do, before anything is built.
@@ -32,14 +26,7 @@ def usable_config(source: ConfigSource) -> Config:
     Without a source, the file that the environment names counts: `ort-accel launch` names its own there.
     """
     config = load_config(os.environ.get(CONFIG_VARIABLE) or None if source is None else source)
-    wishes = {path: attrgetter(path)(config) for path in _NOT_WITH_A_TRAINER_YET}
-    problems = [
-        Problem(path, f"{value!r} has no effect in a Trainer in this version of ort_accel; remove the key")
-        for path, value in wishes.items()
-        if value not in (None, False, "auto")
-    ]
-    if problems:
-        raise ConfigError(problems)
+    refuse_missing(config)
     return config
 
 

@@ -9,8 +9,10 @@ from transformers import TrainerCallback, TrainingArguments
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import ConfigSource, activate, usable_config
 from ort_accel.hf.load_balancing import record_load_balancing
+from ort_accel.hf.metrics import StepMetrics
 from ort_accel.hf.optimizer import settle_optimizer
 from ort_accel.hf.statistics import record_activations
+from ort_accel.hf.trainer_hooks import install
 from ort_accel.subscribers import SubscriberManager
 
 if TYPE_CHECKING:
@@ -20,12 +22,15 @@ if TYPE_CHECKING:
 class ORTAccelCallback(TrainerCallback):
     """Runs the model of an unmodified Trainer on ONNX Runtime: `Trainer(..., callbacks=[ORTAccelCallback("x.yaml")])`.
 
-    A configuration that cannot be used is an error here, before the Trainer is built.
+    It adds the numbers of `StepMetrics` to each line of the training log, and its checkpoints get their name when they
+    are whole. A configuration that cannot be used is an error here, before the Trainer is built.
     """
 
     def __init__(self, config: ConfigSource = None) -> None:
         self.config = usable_config(config)
         self._activations: SubscriberManager | None = None
+        self.metrics = StepMetrics()
+        install(ORTAccelCallback)
 
     def start(self, args: TrainingArguments, model: nn.Module) -> None:
         """Activate the model of a Trainer; what already runs as configured is left as it is."""
@@ -53,3 +58,11 @@ class ORTAccelCallback(TrainerCallback):
         if self._activations is not None:
             self._activations.unsubscribe()
             self._activations = None
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clock of an optimizer step."""
+        self.metrics.begin_step()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Stop the clock."""
+        self.metrics.end_step()

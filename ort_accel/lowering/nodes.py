@@ -39,7 +39,7 @@ def is_random(node: fx.Node) -> bool:
 
 def is_watched(node: fx.Node) -> bool:
     """Whether a node shows a tensor to a subscriber."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "ort_accel"
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.startswith("ort_accel::watch")
 
 
 def writes(node: fx.Node) -> bool:

@@ -33,7 +33,7 @@ def run(tmp_path, *arguments):
 def rows(output):
     """The measured values by row label; every cell must hold a number."""
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if line[:1] == "│"]
-    return {label: [float(re.sub("[,%]", "", value)) for value in values] for label, *values in cells[:6]}
+    return {label: [float(re.sub("[,%]", "", value)) for value in values] for label, *values in cells[:7]}
 
 
 def test_comparing_prints_what_was_measured(tmp_path):
@@ -45,7 +45,7 @@ def test_comparing_prints_what_was_measured(tmp_path):
     assert table["train loss, last logged"][0] == pytest.approx(table["train loss, last logged"][1], abs=1e-3)
     accuracy = table.pop("held-out accuracy")
     assert all(0 <= value <= 100 and value % 12.5 == 0 for value in accuracy), "8 reviews are told in eighths"
-    assert len(table) == 5
+    assert len(table) == 6
     assert all(value > 0 for values in table.values() for value in values)
 
 

@@ -82,15 +82,15 @@ def test_scripts_get_the_argument(tmp_path):
 
 
 def test_the_configuration_of_the_arguments_reaches_the_model(accelerated, tmp_path):
-    file = yaml(tmp_path, "memory: {level: 1}\n")
+    file = yaml(tmp_path, "compute: {attention: products}\n")
     trainer = ORTTrainer(tiny_bert(), arguments(tmp_path, ort_config=file))
-    assert accelerated == [(trainer.model, ort_accel.load_config({"memory": {"level": 1}}))]
+    assert accelerated == [(trainer.model, ort_accel.load_config({"compute": {"attention": "products"}}))]
 
 
 @pytest.mark.parametrize("as_what", [dict, ort_accel.load_config])
 def test_the_configuration_of_the_call_reaches_the_model(accelerated, tmp_path, as_what):
-    trainer = ORTTrainer(tiny_bert(), arguments(tmp_path), ort_config=as_what({"memory": {"level": 1}}))
-    assert accelerated == [(trainer.model, ort_accel.load_config({"memory": {"level": 1}}))]
+    trainer = ORTTrainer(tiny_bert(), arguments(tmp_path), ort_config=as_what({"compute": {"attention": "products"}}))
+    assert accelerated == [(trainer.model, ort_accel.load_config({"compute": {"attention": "products"}}))]
 
 
 def test_plain_training_arguments_give_the_defaults(accelerated, tmp_path):
@@ -99,15 +99,15 @@ def test_plain_training_arguments_give_the_defaults(accelerated, tmp_path):
 
 
 def test_two_different_configurations_are_an_error(accelerated, tmp_path):
-    args = arguments(tmp_path, ort_config=yaml(tmp_path, "memory: {level: 1}\n"))
+    args = arguments(tmp_path, ort_config=yaml(tmp_path, "compute: {attention: products}\n"))
     with pytest.raises(OrtAccelError, match="give only one of them"):
-        ORTTrainer(tiny_bert(), args, ort_config={"memory": {"level": 0}})
+        ORTTrainer(tiny_bert(), args, ort_config={"compute": {"attention": "auto"}})
     assert not accelerated
 
 
 def test_the_same_configuration_twice_is_not_an_error(accelerated, tmp_path):
-    args = arguments(tmp_path, ort_config=yaml(tmp_path, "memory: {level: 1}\n"))
-    ORTTrainer(tiny_bert(), args, ort_config={"memory": {"level": 1}})
+    args = arguments(tmp_path, ort_config=yaml(tmp_path, "compute: {attention: products}\n"))
+    ORTTrainer(tiny_bert(), args, ort_config={"compute": {"attention": "products"}})
     assert len(accelerated) == 1
 
 
@@ -128,7 +128,7 @@ def test_a_wrong_file_is_refused_before_anything_is_built(accelerated, tmp_path)
     ids=str,
 )
 def test_what_nobody_would_do_is_refused(accelerated, tmp_path, config):
-    with pytest.raises(ConfigError, match=r"has no effect .*; remove the key"):
+    with pytest.raises(ConfigError, match=r"is not to be had in this version of ort_accel; remove the key"):
         ORTTrainer(tiny_bert(), arguments(tmp_path), ort_config=config)
     assert not accelerated
 

@@ -1,0 +1,126 @@
+"""A training loop of one's own with Accelerate, on ONNX Runtime, and beside it on eager PyTorch.
+
+python examples/hf/accelerate_loop.py --compare_eager
+accelerate launch --cpu examples/hf/accelerate_loop.py --num_train_epochs 3
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from compare import Outcome, PeakMemory, exit_code, show_outcomes
+from rich.console import Console
+from run_classification import CONFIG
+from texts import LABELS, film_reviews, minilm, split
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
+
+import ort_accel
+from ort_accel.observe.feature_table import render
+
+
+@dataclass
+class Arguments:
+    """What to fine-tune, how, and whether to compare."""
+
+    model_name_or_path: str = field(default="", metadata={"help": "A model; empty takes the packaged MiniLM."})
+    ort_config: str = field(default=str(CONFIG), metadata={"help": "The YAML file that sets up ort_accel."})
+    max_seq_length: int = field(default=128, metadata={"help": "Reviews are cut after this many tokens."})
+    per_device_train_batch_size: int = field(default=16, metadata={"help": "Reviews in a batch of a process."})
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Batches between two optimizer steps."})
+    learning_rate: float = field(default=1e-4, metadata={"help": "Of AdamW."})
+    num_train_epochs: int = field(default=4, metadata={"help": "How often every review is seen."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on this many reviews at most."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on this many reviews at most."})
+    seed: int = field(default=42, metadata={"help": "Of weights, batches and dropout."})
+    compare_eager: bool = field(default=False, metadata={"help": "Train on eager PyTorch first, and compare."})
+
+
+def loaders(args: Arguments) -> tuple[DataLoader, DataLoader]:
+    """Padded batches to train on, and to evaluate on."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path or str(minilm()))
+
+    def batch(reviews: list) -> dict[str, torch.Tensor]:
+        cut = {"truncation": True, "max_length": args.max_seq_length, "padding": True, "return_tensors": "pt"}
+        labels = torch.tensor([review.label for review in reviews])
+        return {**tokenizer([review.text for review in reviews], **cut), "labels": labels}
+
+    train, held_out = split(film_reviews(), 0.3, args.seed)
+    size = {"batch_size": args.per_device_train_batch_size, "collate_fn": batch}
+    return (
+        DataLoader(train[: args.max_train_samples], shuffle=True, **size),
+        DataLoader(held_out[: args.max_eval_samples], **size),
+    )
+
+
+def train(args: Arguments, name: str, on_onnxruntime: bool) -> tuple[Outcome, torch.nn.Module]:
+    """The loop. What makes it run on ONNX Runtime is one line."""
+    set_seed(args.seed)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=args.gradient_accumulation_steps)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        args.model_name_or_path or str(minilm()), num_labels=len(LABELS)
+    )
+    if on_onnxruntime:
+        ort_accel.accelerate(model, args.ort_config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    train_batches, eval_batches = loaders(args)
+    prepared, optimizer, train_batches, eval_batches = accelerator.prepare(
+        model, optimizer, train_batches, eval_batches
+    )
+    prepared.train()
+    steps: list[tuple[int, float]] = []
+    with PeakMemory() as memory:
+        begin = time.perf_counter()
+        for _ in range(args.num_train_epochs):
+            for batch in train_batches:
+                step_begin = time.perf_counter()
+                with accelerator.accumulate(prepared):
+                    loss = prepared(**batch).loss
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                steps.append((int(batch["attention_mask"].sum()), time.perf_counter() - step_begin))
+        wall_time = time.perf_counter() - begin
+    eval_loss, accuracy = evaluate(accelerator, prepared, eval_batches)
+    rate, warm_rate = (
+        sum(n for n, _ in part) / sum(s for _, s in part) if part else None for part in (steps, steps[2:])
+    )
+    outcome = Outcome(name, loss.item(), eval_loss, accuracy, rate, warm_rate, memory.growth, wall_time)
+    return outcome, accelerator.unwrap_model(prepared)
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, model: torch.nn.Module, batches: DataLoader) -> tuple[float, float]:
+    """Mean loss, and the share of reviews that were told right, over all processes."""
+    model.eval()
+    losses, right = [], []
+    for batch in batches:
+        outputs = model(**batch)
+        found, labels = accelerator.gather_for_metrics((outputs.logits.argmax(-1), batch["labels"]))
+        losses.append(accelerator.gather_for_metrics(outputs.loss.repeat(len(batch["labels"]))))
+        right.append(found == labels)
+    return torch.cat(losses).mean().item(), torch.cat(right).float().mean().item()
+
+
+def run(args: Arguments, console: Console) -> None:
+    """Train once, or twice to compare, and show what was measured."""
+    ort_accel.load_config(args.ort_config)  # a wrong file is refused before anything runs
+    outcomes = [train(args, "eager PyTorch", on_onnxruntime=False)[0]] if args.compare_eager else []
+    outcome, model = train(args, "ort_accel", on_onnxruntime=True)
+    show_outcomes(console, [*outcomes, outcome])
+    console.print(render(ort_accel.report(model)))
+
+
+def main() -> int:
+    """Read the arguments, then train."""
+    (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    return exit_code(lambda: run(args, Console()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

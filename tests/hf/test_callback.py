@@ -1,0 +1,110 @@
+"""ORTAccelCallback: the engine's numbers in the log, in a Trainer and in TRL's SFTTrainer."""
+
+import copy
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import Trainer, set_seed
+
+import ort_accel
+from ort_accel.hf import ORTAccelCallback
+from tests.hf.tiny import arguments, bert, llama, losses, make, reviews, texts, train
+from tests.hf.words import tokenizer
+
+NUMBERS = {"ort/step_time", "ort/tokens_per_s", "ort/density", "ort/peak_memory", "ort/fallbacks"}
+
+
+def logged(trainer):
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_each_line_of_the_training_log_has_the_engines_numbers(tmp_path):
+    trainer = train("callback", tmp_path, gradient_accumulation_steps=2, max_steps=2, train_dataset=reviews()[1::2])
+    for entry in logged(trainer):
+        assert set(entry) >= NUMBERS
+        assert entry["ort/density"] == 0.5
+        assert entry["ort/tokens_per_s"] * entry["ort/step_time"] == pytest.approx(2 * 4 * 8 * 0.5)
+        assert entry["ort/peak_memory"] > 1
+    assert not any(key.startswith("ort/") for key in trainer.evaluate())
+
+
+def test_fallbacks_are_those_of_the_report(tmp_path):
+    trainer = train("callback", tmp_path, max_steps=2)
+    counted = sum(item.count for item in ort_accel.report(trainer.model).fallbacks if not item.reason.is_choice)
+    assert logged(trainer)[-1]["ort/fallbacks"] == counted
+
+
+def test_what_a_batch_does_not_tell_is_left_out(tmp_path):
+    unmasked = [{key: row[key] for key in ("input_ids", "labels")} for row in reviews()]
+    entry = logged(train("callback", tmp_path, max_steps=1, train_dataset=unmasked))[-1]
+    assert "ort/density" not in entry
+    assert entry["ort/tokens_per_s"] * entry["ort/step_time"] == pytest.approx(4 * 8)
+
+
+def test_a_switched_off_engine_has_no_fallbacks_to_count(tmp_path):
+    entry = logged(train("callback", tmp_path, max_steps=1, config={"engine": {"enabled": False}}))[-1]
+    assert NUMBERS - set(entry) == {"ort/fallbacks"}
+
+
+def test_the_numbers_reach_what_the_trainer_reports_to(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    train("callback", tmp_path, max_steps=2, report_to=["tensorboard"])
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    for name in NUMBERS:
+        assert [event.step for event in events.Scalars(f"train/{name}")] == [1, 2]
+
+
+def test_a_trainer_without_the_callback_logs_what_it_always_did(tmp_path):
+    ORTAccelCallback()
+    assert not any(key.startswith("ort/") for entry in train("eager", tmp_path).state.log_history for key in entry)
+
+
+def test_a_subclass_of_trainer_keeps_its_own_loss(tmp_path):
+    class Doubled(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    def run(*callbacks):
+        set_seed(0)
+        trainer = Doubled(bert(), arguments(tmp_path), train_dataset=reviews(), callbacks=list(callbacks))
+        trainer.train()
+        return losses(trainer)
+
+    assert run(ORTAccelCallback()) == pytest.approx(run(), abs=1e-5)
+
+
+def test_activation_happens_once(tmp_path):
+    trainer = make("callback", bert(), arguments(tmp_path, max_steps=1))
+    call = trainer.model._compiled_call_impl
+    trainer.train()
+    assert trainer.model._compiled_call_impl is call
+
+
+def test_trls_sft_trainer_trains_as_in_eager(tmp_path):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": row["input_ids"][row["attention_mask"] > 0].tolist()} for row in texts()]
+    set_seed(0)
+    model = llama()
+
+    def run(*callbacks):
+        set_seed(0)
+        args = arguments(tmp_path, trl.SFTConfig, max_length=8, bf16=False, gradient_checkpointing=False)
+        trainer = trl.SFTTrainer(
+            copy.deepcopy(model),
+            args,
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer(),
+            callbacks=list(callbacks),
+        )
+        trainer.train()
+        return trainer
+
+    eager, ours = run(), run(ORTAccelCallback())
+    assert losses(ours) == pytest.approx(losses(eager), abs=1e-4)
+    assert set(logged(ours)[-1]) >= NUMBERS
+    assert ort_accel.report(ours.model).segments
+    for name, tensor in eager.model.state_dict().items():
+        torch.testing.assert_close(ours.model.state_dict()[name], tensor, rtol=1e-3, atol=1e-4)

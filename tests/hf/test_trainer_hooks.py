@@ -1,0 +1,41 @@
+"""What the hooks rest on in transformers' Trainer: one line says which assumption broke."""
+
+import inspect
+
+from transformers import Trainer
+
+from ort_accel.hf import ORTAccelCallback
+
+
+def source(name):
+    ORTAccelCallback()
+    return inspect.getsource(inspect.unwrap(getattr(Trainer, name)))
+
+
+def parameters(name):
+    ORTAccelCallback()
+    return list(inspect.signature(getattr(Trainer, name)).parameters)
+
+
+def test_the_methods_take_what_they_took():
+    assert parameters("_save_checkpoint") == ["self", "model", "trial"]
+    assert parameters("log") == ["self", "logs", "start_time"]
+    assert parameters("training_step") == ["self", "model", "inputs", "num_items_in_batch"]
+
+
+def test_a_checkpoint_goes_where_get_output_dir_says():
+    assert "run_dir = self._get_output_dir(trial=trial)" in source("_save_checkpoint")
+
+
+def test_uploads_and_rotation_go_through_what_we_defer():
+    text = source("_save_checkpoint")
+    assert "self._push_from_checkpoint(output_dir)" in text
+    assert "output_dir=run_dir,\n                save_total_limit=" in text
+
+
+def test_a_second_callback_extends_nothing_again():
+    ORTAccelCallback()
+    before = Trainer.log
+    ORTAccelCallback()
+    assert Trainer.log is before
+    assert not hasattr(Trainer.log.__wrapped__, "__wrapped__")
