@@ -2,7 +2,7 @@
 
 A callback is told that a checkpoint was saved, not that one is about to be; it sees the log after the reporters; it
 never sees a batch. So these three are extended in place, once. A Trainer without our callback runs as before.
-Checked on transformers 5.17 to 5.23; tests/hf/test_trainer_hooks.py says which assumption broke.
+Checked on transformers 5.23; tests/hf/test_trainer_hooks.py says which assumption broke.
 """
 
 from __future__ import annotations
