@@ -61,6 +61,7 @@ def main(folder, stop, resume):
     )
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{stop}" if resume == "resume" else None)
     Path(folder, f"{stop}-{resume}-{args.process_index}.json").write_text(json.dumps(trainer.model.seen))
+    torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
