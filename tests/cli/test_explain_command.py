@@ -1,6 +1,7 @@
 """`explain` runs one step of a model and says who ran what; what it cannot run is one line and exit code 2."""
 
 import json
+import re
 
 import pytest
 import transformers as hf
@@ -35,8 +36,8 @@ def test_a_known_name_builds_a_tiny_model():
     result = runner.invoke(app, ["explain", "bert"])
     assert result.exit_code == 0
     assert "this model runs on ONNX Runtime" in result.stdout
-    assert "forward 0, in the order of running:" in result.stdout
-    assert "backward 0, in the order of running:" in result.stdout
+    assert re.search(r"^forward \d, in the order of running:", result.stdout, re.MULTILINE)
+    assert re.search(r"^backward \d, in the order of running:", result.stdout, re.MULTILINE)
     assert "aten.addmm.default" in result.stdout
 
 
