@@ -1,0 +1,121 @@
+"""Outputs that are computed when somebody reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class UnreadTensor(Tensor):
+    """Stands for an output that was not computed: it knows its form, and computes itself at the first use.
+
+    Asking for its size, type or device, detaching it and casting it to another float type compute nothing, since
+    libraries do so with outputs that nobody looks at. Whatever else is done with it is done with the true tensor.
+    """
+
+    _compute: Callable[[], Tensor] | None
+    _value: Tensor | None
+    _has_gradient: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        like: Tensor,
+        compute: Callable[[], Tensor],
+        *,
+        requires_grad: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> UnreadTensor:
+        """A tensor in the form of `like` (of another `dtype` if one is given).
+
+        `compute` is called once at most, and not kept after that; its tensor has gradients if `requires_grad` says so.
+        """
+        unread: UnreadTensor = Tensor._make_wrapper_subclass(
+            cls, like.size(), strides=like.stride(), dtype=dtype or like.dtype, device=like.device, requires_grad=False
+        )
+        unread._compute, unread._value, unread._has_gradient = compute, None, requires_grad
+        return unread
+
+    def read(self) -> Tensor:
+        """The true tensor."""
+        if self._value is None:
+            assert self._compute is not None
+            self._value, self._compute = self._compute(), None
+        return self._value
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func == _REQUIRES_GRAD:
+            return args[0]._has_gradient
+        if func in _CASTS and len(args) == 1 and not kwargs:
+            return _cast(args[0], func, _CASTS[func])
+        if func not in _OF_THE_FORM:
+            args, kwargs = read_all((args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch leaves it untyped
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Reached by C++ alone, where gradients are no longer recorded: Python's calls go by `__torch_function__`."""
+        args, kwargs = read_all((args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+def read_all(values: Any) -> Any:
+    """The same structure with the true tensor for every unread one."""
+    return pytree.tree_map_only(UnreadTensor, lambda unread: unread.read(), values)
+
+
+def _cast(unread: UnreadTensor, cast: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> UnreadTensor:
+    has_gradient = unread._has_gradient and cast is not Tensor.detach
+    with torch._C.DisableTorchFunctionSubclass():
+        return UnreadTensor(unread, lambda: cast(unread.read()), requires_grad=has_gradient, dtype=dtype)
+
+
+_CASTS: dict[Callable[..., Any], torch.dtype | None] = {
+    Tensor.detach: None,
+    Tensor.float: torch.float32,
+    Tensor.double: torch.float64,
+    Tensor.half: torch.float16,
+    Tensor.bfloat16: torch.bfloat16,
+}
+
+_PROPERTIES = [
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "layout",
+    "itemsize",
+    "nbytes",
+    "is_sparse",
+    "is_nested",
+    "is_quantized",
+    "is_cpu",
+    "is_cuda",
+    "is_meta",
+    "is_mps",
+    "is_xla",
+    "is_mkldnn",
+    "requires_grad",
+]
+
+_GETTERS: dict[str, Callable[..., Any]] = {name: getattr(Tensor, name).__get__ for name in _PROPERTIES}
+
+_REQUIRES_GRAD = _GETTERS["requires_grad"]
+
+_OF_THE_FORM: frozenset[Callable[..., Any]] = frozenset(
+    {
+        *_GETTERS.values(),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.element_size, Tensor.__len__, torch.numel),
+        *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
+    }
+)
