@@ -83,6 +83,8 @@ class Fallback:
     reason: Reason
     count: int
     detail: str = ""
+    where: str = field(default="", compare=False)
+    """The first line of the model's code that asks for it."""
 
 
 class Watcher(Protocol):
@@ -110,6 +112,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     watchers: list[Watcher] = field(default_factory=list, repr=False, compare=False)
     _fallbacks: Counter[tuple[str, Reason, str]] = field(default_factory=Counter)
+    _places: dict[tuple[str, Reason, str], str] = field(default_factory=dict)
     _inner: list[float] = field(default_factory=list, repr=False, compare=False)
     """For each phase that is open: the seconds of the phases inside of it."""
 
@@ -125,9 +128,10 @@ class Report:
         """Record that a feature was not asked for."""
         self.features[name] = Feature(name, State.OFF, reason=reason)
 
-    def fallback(self, op: str, reason: Reason, detail: str = "", count: int = 1) -> None:
+    def fallback(self, op: str, reason: Reason, detail: str = "", count: int = 1, where: str = "") -> None:
         """Record nodes that PyTorch runs."""
         self._fallbacks[op, reason, detail] += count
+        self._places.setdefault((op, reason, detail), where)
 
     def note(self, text: str) -> None:
         """Record something a user should know; the same note is kept once."""
@@ -154,7 +158,10 @@ class Report:
     @property
     def fallbacks(self) -> list[Fallback]:
         """What PyTorch runs, most frequent first."""
-        return [Fallback(op, reason, count, detail) for (op, reason, detail), count in self._fallbacks.most_common()]
+        return [
+            Fallback(op, reason, count, detail, self._places[op, reason, detail])
+            for (op, reason, detail), count in self._fallbacks.most_common()
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """The whole record as plain data, for JSON."""
@@ -169,7 +176,8 @@ class Report:
                 for s in self.segments
             ],
             "fallbacks": [
-                {"op": f.op, "reason": f.reason.value, "count": f.count, "detail": f.detail} for f in self.fallbacks
+                {"op": f.op, "reason": f.reason.value, "count": f.count, "detail": f.detail, "where": f.where}
+                for f in self.fallbacks
             ],
             "timings": dict(self.timings),
             "counters": dict(self.counters),

@@ -63,7 +63,8 @@ def test_it_survives_json():
     report = Report()
     report.applied("labels", "86 %")
     report.segments.append(Segment("forward 0", Runner.ORT, {"aten.mm": 3, "aten.add": 2}, flops=1e9))
-    report.fallback("aten.topk", Reason.UNSUPPORTED_OP)
+    report.fallback("aten.topk", Reason.UNSUPPORTED_OP, where="model.py:3: x.topk(2)")
+    report.fallback("aten.topk", Reason.UNSUPPORTED_OP, where="model.py:9: x.topk(7)")
     report.counters["compilations"] += 2
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["segments"] == [
@@ -75,5 +76,13 @@ def test_it_survives_json():
             "flops": 1e9,
         }
     ]
-    assert plain["fallbacks"][0] == {"op": "aten.topk", "reason": "unsupported operator", "count": 1, "detail": ""}
+    assert plain["fallbacks"] == [
+        {
+            "op": "aten.topk",
+            "reason": "unsupported operator",
+            "count": 2,
+            "detail": "",
+            "where": "model.py:3: x.topk(2)",
+        }
+    ]
     assert plain["counters"] == {"compilations": 2}

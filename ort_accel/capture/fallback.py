@@ -51,4 +51,5 @@ class FallbackPolicy:
 
 def _line(item: Fallback) -> str:
     detail = f", {item.detail}" if item.detail else ""
-    return f"{item.op} x{item.count} ({item.reason}{detail})"
+    where = f", first at {item.where}" if item.where else ""
+    return f"{item.op} x{item.count} ({item.reason}{detail}{where})"

@@ -109,7 +109,7 @@ class Assigner:
         except NotLowerable as error:
             return Refusal(Reason.UNSUPPORTED_OP, str(error))
         except Exception as error:
-            return Refusal(Reason.UNSUPPORTED_DTYPE, _short(error))
+            return Refusal(Reason.UNSUPPORTED_DTYPE, short(error))
         return None
 
 
@@ -124,7 +124,8 @@ def _kinds(value: Any) -> Any:
     return tuple(map(_kind, value)) if isinstance(value, tuple | list) else _kind(value)
 
 
-def _short(error: Exception) -> str:
+def short(error: Exception) -> str:
+    """What an error says, in one line."""
     text = str(error)
     marker = "Could not find an implementation for "
     if marker in text:

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import fx
 
-from ort_accel.lowering.assign import Assigner, Refusal
+from ort_accel.lowering.assign import Assigner, Refusal, short
 from ort_accel.lowering.flops import flops
 from ort_accel.lowering.fuse import fuse
 from ort_accel.lowering.islands import merge_islands
-from ort_accel.lowering.nodes import count_ops, is_size, op_name, returned, tensors_of
+from ort_accel.lowering.nodes import count_ops, is_size, op_name, returned, tensors_of, user_line
 from ort_accel.lowering.ort_segment import OrtSegment, build
 from ort_accel.lowering.program import SIZE, Program, Step, mark_last_uses
 from ort_accel.lowering.pytorch_segment import PyTorchSegment
@@ -57,14 +57,15 @@ def lower_graph(
         cuts = merged.cuts
         for node in merged.given_up:
             assignment.refusals[node] = Refusal(Reason.SMALL)
-    _record(cuts, assignment, lowering.report, name)
     with lowering.report.timed("build sessions", name):
-        return _Assembly(module, lowering, name, bound, assignment, cuts).program()
+        program = _Assembly(module, lowering, name, bound, assignment, cuts).program()
+    _record(cuts, assignment, lowering.report, name)
+    return program
 
 
 def _record(cuts: Sequence[Cut], assignment: Assignment, report: Report, name: str) -> None:
     for refused, refusal in assignment.refusals.items():
-        report.fallback(op_name(refused), refusal.reason, refusal.detail)
+        report.fallback(op_name(refused), refusal.reason, refusal.detail, where=user_line(refused))
     for item in cuts:
         report.segments.append(Segment(name, item.runner, count_ops(item.nodes), sum(map(flops, item.nodes))))
 
@@ -82,7 +83,7 @@ class _Assembly:
         cuts: list[Cut],
     ) -> None:
         self._module, self._lowering, self._name, self._bound = module, lowering, name, bound
-        self._free, self._cuts = assignment.free, cuts
+        self._assignment, self._free, self._cuts = assignment, assignment.free, cuts
         self._register: dict[fx.Node, int] = {}
         self._place = {node: position for position, node in enumerate(module.graph.nodes)}
 
@@ -131,8 +132,16 @@ class _Assembly:
     def _step(self, index: int, item: Cut) -> Step:
         wanted = self._wanted(index, item)
         body = body_of(item.nodes, wanted, self._free)
-        if item.runner is Runner.PYTORCH:
-            return self._pytorch_step(body, wanted)
+        if item.runner is Runner.ORT:
+            try:
+                return self._ort_step(index, body, wanted)
+            except Exception as error:  # whatever it is that ONNX Runtime refuses here, PyTorch can run
+                refusal = Refusal(Reason.FAILED, f"when it was compiled: {short(error)}")
+                item.runner = Runner.PYTORCH
+                self._assignment.refusals.update(dict.fromkeys(item.nodes, refusal))
+        return self._pytorch_step(body, wanted)
+
+    def _ort_step(self, index: int, body: Body, wanted: list[fx.Node]) -> Step:
         model = build(body, wanted, self._lowering.opset)
         twin = cache(lambda: PyTorchSegment(body, wanted, self._module))
         name = f"{self._name} part {index}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -10,10 +11,28 @@ from typing import Any
 import torch
 from torch import fx
 
+_FRAME = re.compile(r'File "(.+)", line (\d+), in .+\n +(.+)')
+
 
 def op_name(node: fx.Node) -> str:
     """The operator as a user knows it: `aten.gelu.default`."""
     return str(node.target)
+
+
+def user_line(node: fx.Node) -> str:
+    """The line of the model's code that a node comes from, as `modeling_bert.py:233: hidden = self.dense(hidden)`."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    if not frames:
+        return ""
+    path, line, code = next((frame for frame in reversed(frames) if "/torch/" not in frame[0]), frames[-1])
+    return f"{path.rpartition('/')[2]}:{line}: {code}"
+
+
+def call(node: fx.Node) -> str:
+    """A node as a call with the types and sizes of its tensors: `aten.mm.default(float32 [8, 4], float32 [4, 2])`."""
+    tensors = [fake for item in node.all_input_nodes for fake in fakes_in(item.meta.get("val"))]
+    shown = ", ".join(f"{str(fake.dtype).removeprefix('torch.')} {list(fake.shape)}" for fake in tensors)
+    return f"{op_name(node)}({shown})"
 
 
 def is_size(node: fx.Node) -> bool:

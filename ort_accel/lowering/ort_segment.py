@@ -12,8 +12,8 @@ from torch import fx
 
 from ort_accel.lowering.assign import operands
 from ort_accel.lowering.layouts import Order, order_in_memory, reverse
-from ort_accel.lowering.nodes import constant_of, is_part, is_size
-from ort_accel.lowering.onnx_graph import OnnxGraph, Operand, SizeInput, describe
+from ort_accel.lowering.nodes import call, constant_of, is_part, is_size
+from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, SizeInput, describe
 from ort_accel.lowering.pytorch_segment import PyTorchSegment
 from ort_accel.lowering.registry import lower
 from ort_accel.lowering.segments import Body
@@ -56,8 +56,11 @@ def build(body: Body, wanted: Sequence[fx.Node], opset: int) -> Model:
             values[node] = values[cast("fx.Node", whole)][index]
             continue
         args, kwargs = operands(node, values.__getitem__)
-        results = lower(graph, node.target, args, kwargs, node.meta["val"])
         fakes = node.meta["val"]
+        try:
+            results = lower(graph, node.target, args, kwargs, fakes)
+        except Exception as error:
+            raise NotLowerable(f"{call(node)}: {error}") from error
         if isinstance(fakes, torch.Tensor):
             values[node] = Operand(results[0], fakes)
         else:

@@ -109,7 +109,8 @@ def _fallbacks(title: str, items: Sequence[Fallback], longest: int | None) -> Re
     table.columns[0].justify = "right"
     for item in items[:longest]:
         why = f"{item.reason}: {item.detail}" if item.detail else str(item.reason)
-        table.add_row(str(item.count), Text(f"{item.op}: {why}"))
+        where = f"; first at {item.where}" if item.where and not item.reason.is_choice else ""
+        table.add_row(str(item.count), Text(f"{item.op}: {why}{where}"))
     rest = items[longest:] if longest is not None else []
     if rest:
         table.add_row(str(sum(item.count for item in rest)), Text(f"{len(rest)} more kinds", style="dim"))
