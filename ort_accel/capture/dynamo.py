@@ -35,6 +35,7 @@ def capturing() -> Iterator[None]:
             recompile_limit=COMPILATIONS,
             accumulated_recompile_limit=OF_ALL_MODELS,
             optimize_ddp=False,  # or a model is cut into a graph for each of the buckets that gradients are sent in
+            skip_tensor_guards_with_matching_dict_tags=False,  # or torch 2.11 overlooks a parameter that thaws
             ignore_logging_functions=torch._dynamo.config.ignore_logging_functions | once,
         ),
         # Equal sizes are not taken for the same size, or batch 8 x length 8 would compile code for squares.

@@ -146,11 +146,14 @@ def test_custom_functions_keep_their_own_backward():
 def test_hooks_run():
     eager, ours = pair(Net())
     seen = {"eager": [], "ours": []}
-    for name, model in (("eager", eager), ("ours", ours)):
-        calls = seen[name]
-        model.register_forward_hook(lambda _m, _i, out, calls=calls: calls.append(out.shape))
+
+    def watch(model, calls):
+        model.register_forward_hook(lambda _module, _inputs, out: calls.append(out.shape))
         model.first.weight.register_hook(lambda grad: grad * 3)
-        model.last.bias.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(p.grad.sum().item()))
+        model.last.bias.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad.sum().item()))
+
+    watch(eager, seen["eager"])
+    watch(ours, seen["ours"])
     assert_step_as_eager(eager, ours, torch.randn(3, 8))
     assert seen["ours"][0] == seen["eager"][0]
     assert seen["ours"][1] == pytest.approx(seen["eager"][1], abs=1e-5)
