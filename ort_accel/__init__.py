@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ort_accel.config import Config, load_config
-    from ort_accel.engine import accelerate, report, restore
+    from ort_accel.engine import accelerate, report, restore, save_report
     from ort_accel.errors import ConfigError, OrtAccelError
 
 __version__ = "0.1.0"
@@ -20,6 +20,7 @@ _HOMES = {
     "load_config": "ort_accel.config",
     "report": "ort_accel.engine",
     "restore": "ort_accel.engine",
+    "save_report": "ort_accel.engine",
 }
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "load_config",
     "report",
     "restore",
+    "save_report",
 ]
 
 

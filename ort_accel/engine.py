@@ -1,4 +1,4 @@
-"""The three verbs: accelerate a model in place, read its report, and restore it."""
+"""The verbs: accelerate a model in place, read or save its report, and restore it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from ort_accel.capture.backend import Backend
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.observe.logs import LOG, configure
+from ort_accel.observe.report_file import ReportFile
+from ort_accel.observe.report_file import save_report as write_report
 from ort_accel.reporting import Report
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
@@ -84,6 +86,18 @@ def report(model: nn.Module) -> Report:
     if call is None:
         raise OrtAccelError(f"this {type(model).__name__} is not accelerated; call ort_accel.accelerate(model) first")
     return call.backend.report
+
+
+def save_report(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write the report of an accelerated model as it is now, whole or not at all: `.json` for machines, `.html` for
+    people, as one page that needs no network."""
+    write_report(report(model), path)
+
+
+def report_file_of(model: nn.Module) -> ReportFile | None:
+    """The file that `observe.report_file` names for an accelerated model; None for any other model."""
+    call = _call_of(model)
+    return None if call is None else call.backend.report_file
 
 
 def _call_of(model: nn.Module) -> CompiledCall | None:

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -87,6 +87,62 @@ class Fallback:
     """The first line of the model's code that asks for it."""
 
 
+@dataclass(frozen=True)
+class Point:
+    """What was measured in one step, or in several steps one after the other."""
+
+    step: int
+    """The first of them."""
+    count: int
+    """How many there are."""
+    mean: float
+    low: float
+    high: float
+
+
+class Series:
+    """A figure over the steps of a training. A long one has fewer points than steps, each for as many steps."""
+
+    MOST = 512
+    """Points that are kept at most; then neighbours become one."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self._each = 1
+
+    def add(self, step: int, value: float) -> None:
+        """Add what was measured in the next step."""
+        point = Point(step, 1, value, value, value)
+        if self.points and self.points[-1].count < self._each:
+            point = _together(self.points.pop(), point)
+        self.points.append(point)
+        if len(self.points) > self.MOST:
+            self._each *= 2
+            halves = self.points[::2], self.points[1::2]
+            last = self.points[-1:] if len(self.points) % 2 else []
+            self.points = [_together(one, other) for one, other in zip(*halves, strict=False)] + last
+
+
+def _together(one: Point, other: Point) -> Point:
+    count = one.count + other.count
+    mean = (one.mean * one.count + other.mean * other.count) / count
+    return Point(one.step, count, mean, min(one.low, other.low), max(one.high, other.high))
+
+
+@dataclass(frozen=True)
+class LoadBalance:
+    """The work of each process in the steps of an epoch: a row for each step, a number for each process."""
+
+    before: list[list[float]]
+    """As samples would be dealt without balancing."""
+    after: list[list[float]]
+    every: int
+    """One of so many steps is kept here."""
+    waiting_before: float
+    """The share of all processes' time spent waiting for the slowest of each step, over all steps."""
+    waiting_after: float
+
+
 class Watcher(Protocol):
     """Is told what is being done while it is done."""
 
@@ -110,6 +166,11 @@ class Report:
     counters: Counter[str] = field(default_factory=Counter)
     """How often something happened: compilations, fusions by name, recompile limits hit."""
     notes: list[str] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    """Every key of the configuration, with its value."""
+    series: dict[str, Series] = field(default_factory=dict)
+    """Figures over the steps, under the names that they have in a Trainer's log."""
+    load_balance: LoadBalance | None = None
     watchers: list[Watcher] = field(default_factory=list, repr=False, compare=False)
     _fallbacks: Counter[tuple[str, Reason, str]] = field(default_factory=Counter)
     _places: dict[tuple[str, Reason, str], str] = field(default_factory=dict)
@@ -137,6 +198,10 @@ class Report:
         """Record something a user should know; the same note is kept once."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def measured(self, name: str, step: int, value: float) -> None:
+        """Record a figure of one step."""
+        self.series.setdefault(name, Series()).add(step, value)
 
     @contextmanager
     def timed(self, phase: str, graph: str = "") -> Iterator[None]:
@@ -182,4 +247,7 @@ class Report:
             "timings": dict(self.timings),
             "counters": dict(self.counters),
             "notes": list(self.notes),
+            "series": {name: [asdict(point) for point in series.points] for name, series in self.series.items()},
+            "load_balance": asdict(self.load_balance) if self.load_balance else None,
+            "config": dict(self.config),
         }

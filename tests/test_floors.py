@@ -10,7 +10,7 @@ import pytest
 HOUSE = Path(__file__).parent.parent / "ort_accel"
 
 FLOORS = [
-    {"errors", "reporting"},
+    {"errors", "files", "reporting"},
     {"config", "observe"},
     {"runtime"},
     {"lowering"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import fx
@@ -21,6 +22,7 @@ from ort_accel.lowering.lower_graph import Lowering, lower_graph
 from ort_accel.lowering.program import Program
 from ort_accel.observe.logs import configure
 from ort_accel.observe.progress import Progress
+from ort_accel.observe.report_file import ReportFile
 from ort_accel.recompute.partition import partition
 from ort_accel.reporting import Report
 from ort_accel.runtime.cache import ModelCache
@@ -48,6 +50,7 @@ class Backend:
             fusions=config.compute.fusions is not False,
         )
         self._graphs = 0
+        self.report_file = self._report_file()
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         refuse_forbidden(module, self.config.engine)
@@ -63,6 +66,14 @@ class Backend:
         )
         with self.report.timed("capture"), attention_as(self.config.compute.attention):
             return compile_graph(module, inputs)
+
+    def _report_file(self) -> ReportFile | None:
+        """Where the report goes: at the latest when this backend, or the process, comes to its end."""
+        if self.config.observe.report_file is None:
+            return None
+        file = ReportFile(self.report, self.config.observe.report_file)
+        finalize(self, file.write_if_due)
+        return file
 
     def _cache(self, runtime: Flavor, settings: SessionSettings) -> ModelCache | None:
         if self.config.engine.cache_dir is None:

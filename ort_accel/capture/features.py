@@ -55,6 +55,7 @@ OBEYED = (
     "distributed.load_balancing.seed",
     "distributed.load_balancing.drop_last",
     "observe.log_level",
+    "observe.report_file",
     "observe.activation_statistics",
 )
 """Keys whose every value is obeyed, or refused where it is read."""
@@ -81,7 +82,6 @@ MISSING: dict[str, Any] = {
     "optimizer.step_in_backward": False,
     "distributed.zero3": False,
     "observe.memory_stats": False,
-    "observe.report_file": None,
 }
 """Features that this version does not have, with the value that does without them."""
 
@@ -119,6 +119,7 @@ def record_features(config: Config, runtime: Flavor, settings: SessionSettings, 
         runtime.distribution: runtime.version,
         "python": platform.python_version(),
     }
+    report.config = config.to_dict()
     kind = "with training kernels" if runtime.is_training_build else "without training kernels"
     how = f"CPU, {settings.threads} threads, opset {opset(config, runtime)}"
     report.applied("engine", f"{runtime.distribution} {runtime.version}, {kind}, {how}")
@@ -126,6 +127,8 @@ def record_features(config: Config, runtime: Flavor, settings: SessionSettings, 
     _record_compute(config, report)
     _record_optimizer(config, report)
     _record_trainers(config, report)
+    file = config.observe.report_file
+    _record_wish("observe.report_file", f"written to {file} when training ends" if file else "", report)
     for path, without in MISSING.items():
         _record_missing(path, without, attrgetter(path)(config), report)
 

@@ -6,9 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 import ort_accel
 from ort_accel.capture.features import refuse_missing
 from ort_accel.config import Config, load_config
+from ort_accel.reporting import Report
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,3 +37,13 @@ def activate(model: nn.Module, config: Config) -> None:
     """Run a model as the configuration says, in place. A second call changes nothing."""
     if config.engine.enabled:
         ort_accel.accelerate(model, config)
+
+
+def report_of(model: nn.Module, config: Config) -> Report:
+    """The report of a model that is trained; one with the engine off has a report of its steps alone."""
+    if config.engine.enabled:
+        return ort_accel.report(model)
+    versions = {"ort_accel": ort_accel.__version__, "torch": str(torch.__version__)}
+    report = Report(versions=versions, config=config.to_dict())
+    report.off("engine", "engine.enabled is false")
+    return report

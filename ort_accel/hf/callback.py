@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
+from ort_accel.engine import report_file_of
 from ort_accel.errors import OrtAccelError
-from ort_accel.hf.activation import ConfigSource, activate, usable_config
+from ort_accel.hf.activation import ConfigSource, activate, report_of, usable_config
 from ort_accel.hf.load_balancing import record_load_balancing
 from ort_accel.hf.metrics import StepMetrics
 from ort_accel.hf.optimizer import settle_optimizer
 from ort_accel.hf.statistics import record_activations
 from ort_accel.hf.trainer_hooks import install
+from ort_accel.observe.report_file import ReportFile
 from ort_accel.subscribers import SubscriberManager
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class ORTAccelCallback(TrainerCallback):
     def __init__(self, config: ConfigSource = None) -> None:
         self.config = usable_config(config)
         self._activations: SubscriberManager | None = None
+        self._file: ReportFile | None = None
         self.metrics = StepMetrics()
         install(ORTAccelCallback)
 
@@ -51,10 +54,17 @@ class ORTAccelCallback(TrainerCallback):
         self.start(args, named["model"])
         settle_optimizer(named.get("optimizer"), named["model"], self.config)
         self._activations = record_activations(named["model"], self.config)
-        record_load_balancing(named["model"], self.config, named.get("train_dataloader"), args.world_size)
+        report = self.metrics.report = report_of(named["model"], self.config)
+        record_load_balancing(report, self.config, named.get("train_dataloader"), args.world_size)
+        path = self.config.observe.report_file
+        if path is not None:
+            self._file = report_file_of(named["model"]) or ReportFile(report, path)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Take the statistics off the model again."""
+        """Take the statistics off the model again, and write the report."""
+        self.metrics.take()
+        if self._file is not None:
+            self._file.write()
         if self._activations is not None:
             self._activations.unsubscribe()
             self._activations = None
@@ -63,6 +73,6 @@ class ORTAccelCallback(TrainerCallback):
         """Start the clock of an optimizer step."""
         self.metrics.begin_step()
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:  # noqa: ARG002
         """Stop the clock."""
-        self.metrics.end_step()
+        self.metrics.end_step(state.global_step)

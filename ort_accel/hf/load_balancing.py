@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, Sampler
 
-import ort_accel
 from ort_accel.config import Config
 from ort_accel.data import LoadBalancingDistributedSampler, balance_of
 from ort_accel.errors import OrtAccelError
+from ort_accel.reporting import LoadBalance, Report
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 FEATURE = "distributed.load_balancing.enabled"
+KEPT_STEPS = 256
+"""Steps of an epoch whose loads the report keeps, at most."""
 
 
 class StepOrder(Sampler[int]):
@@ -94,12 +96,12 @@ def lengths_of(samples: Any, trainer: Trainer) -> Sequence[int]:
         ) from error
 
 
-def record_load_balancing(model: Any, config: Config, loader: Any, world_size: int) -> None:
-    """Write into the model's report what balancing brings; a wish that this training does not obey is an error."""
+def record_load_balancing(report: Report, config: Config, loader: Any, world_size: int) -> None:
+    """Write into the report what balancing brings; a wish that this training does not obey is an error."""
     if not config.distributed.load_balancing.enabled:
         return
     if world_size == 1:
-        _report(model, config, None)
+        report.refused(FEATURE, "one process has nobody to balance with")
         return
     order = _order_of(loader)
     if order is None:
@@ -108,22 +110,19 @@ def record_load_balancing(model: Any, config: Config, loader: Any, world_size: i
             "puts the sampler in, and leave its get_train_dataloader as it is, or remove the key"
         )
     before, after = balance_of(order.sampler, order.batch_size)
-    _report(
-        model,
-        config,
+    report.applied(
+        FEATURE,
         f"processes wait {after.waiting:.1%} of the time for the one with the most tokens in a step, "
         f"{before.waiting:.1%} without",
     )
-
-
-def _report(model: Any, config: Config, effect: str | None) -> None:
-    if not config.engine.enabled:
-        return
-    report = ort_accel.report(model)
-    if effect is None:
-        report.refused(FEATURE, "one process has nobody to balance with")
-    else:
-        report.applied(FEATURE, effect)
+    every = -(-len(after.loads) // KEPT_STEPS) or 1
+    report.load_balance = LoadBalance(
+        before=before.loads[::every].tolist(),
+        after=after.loads[::every].tolist(),
+        every=every,
+        waiting_before=before.waiting,
+        waiting_after=after.waiting,
+    )
 
 
 def _order_of(loader: Any) -> StepOrder | None:

@@ -56,7 +56,7 @@ def _logging(original: Callable[..., None], ours: _Finder) -> Callable[..., None
     def log(self: Trainer, logs: dict[str, float], start_time: float | None = None) -> None:
         callback = ours(self)
         if callback is not None and "loss" in logs:
-            logs.update(callback.metrics.take(self.model))
+            logs.update(callback.metrics.take())
         original(self, logs, start_time)
 
     return log

@@ -13,7 +13,8 @@ from ort_accel.reporting import Fallback, Feature, Report, Runner, Segment, Stat
 
 WORDS = {State.APPLIED: "ON", State.REFUSED: "REFUSED", State.OFF: "OFF"}
 _STYLES = {State.APPLIED: "green", State.REFUSED: "yellow", State.OFF: "dim"}
-_KINDS = ("forward", "backward", "inference")
+KINDS = ("forward", "backward", "inference")
+"""What a graph is for: how its name begins."""
 _LONGEST_LIST = 10
 WIDTH = 120
 """How wide the table is where there is no terminal to ask."""
@@ -73,7 +74,7 @@ def _shares(segments: Sequence[Segment]) -> RenderableType:
     table = _table("run by ONNX Runtime", "nodes", "", "GFLOP, estimated", "", "graphs", "segments")
     for column in table.columns[1:]:
         column.justify = "right"
-    for kind in [*_KINDS, ""]:
+    for kind in [*KINDS, ""]:
         part = [segment for segment in segments if segment.graph.startswith(kind)]
         if part:
             _add_share(table, kind or "all", part)

@@ -7,13 +7,13 @@ aside and renamed, so that a process that is killed, or several that share the f
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import ort_accel
+from ort_accel.files import write_aside
 from ort_accel.reporting import Report
 
 FORMAT = b"ort_accel cache 1\n"
@@ -58,18 +58,6 @@ class ModelCache:
     def _path(self, model: bytes) -> Path:
         fingerprint = hashlib.sha256(self._context + b"\0" + model).hexdigest()
         return self._folder / f"{fingerprint}.model"
-
-
-def write_aside(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def optimized_by(create: Callable[[Path], object]) -> bytes:

@@ -9,7 +9,8 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from ort_accel.errors import OrtAccelError
-from ort_accel.runtime.cache import ModelCache, optimized_by, write_aside
+from ort_accel.files import write_aside
+from ort_accel.runtime.cache import ModelCache, optimized_by
 from ort_accel.runtime.session import Session, SessionSettings
 
 

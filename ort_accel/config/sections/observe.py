@@ -45,5 +45,5 @@ class Observe(Section):
     """Record per-module activation statistics; `null` records none."""
 
     report_file: FilePath | None = None
-    """Write the report to this file at the end of training: `.json` for machines, `.html` for people (needs the
-    `report` extra)."""
+    """Write the report to this file at the end of training: `.json` for machines, `.html` for people, as one page that
+    needs no network."""

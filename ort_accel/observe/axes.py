@@ -1,0 +1,98 @@
+"""The frame of a plot: where a value stands, and the numbers at its axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ort_accel.observe.page import Markup, tag
+
+WIDTH, HEIGHT = 720, 260
+LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 40
+_ABOUT = 5
+"""How many numbers an axis has, about."""
+
+
+def short(value: float) -> str:
+    """A number with three digits that count, and a unit of thousands where it is large."""
+    if value and abs(value) < 1e-3:
+        return f"{value:.0e}".replace("e-0", "e-")
+    for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= unit:
+            return f"{value / (1e3 if name == 'k' else unit):.3g}{name}"
+    return f"{value:.4g}"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The values from `low` to `high` on a stretch of pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    logarithmic: bool = False
+    whole: bool = False
+    """Whether what it counts comes in whole numbers."""
+
+    def place(self, value: float) -> float:
+        """Where a value stands; what lies outside stands at the edge."""
+        share = (self._scaled(value) - self._scaled(self.low)) / (self._scaled(self.high) - self._scaled(self.low))
+        return round(self.start + min(max(share, 0.0), 1.0) * (self.end - self.start), 1)
+
+    def _scaled(self, value: float) -> float:
+        return math.log10(max(value, self.low)) if self.logarithmic else value
+
+    def ticks(self) -> list[float]:
+        """Round numbers along the axis."""
+        if self.logarithmic:
+            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+            return [10.0**power for power in range(first, last + 1, max(1, (last - first) // _ABOUT))]
+        step = _round_step((self.high - self.low) / _ABOUT)
+        if self.whole:
+            step = max(step, 1.0)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [number * step for number in range(first, last + 1)]
+
+
+def _round_step(rough: float) -> float:
+    power: float = 10.0 ** math.floor(math.log10(rough))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+
+
+def upright(values: Iterable[float], logarithmic: bool) -> Axis:
+    """The vertical axis that holds all these values: from zero, or on a logarithmic one from the smallest power."""
+    found = [value for value in values if math.isfinite(value)]
+    if logarithmic:
+        positive = [value for value in found if value > 0] or [1.0]
+        low, high = (10.0 ** rounded(math.log10(end)) for rounded, end in _ends(positive))
+        return Axis(low, high if high > low else 10 * low, HEIGHT - BOTTOM, TOP, logarithmic=True)
+    low, high = min([0.0, *found]), max([0.0, *found])
+    return Axis(low, high + (high - low) * 0.05 if high > low else low + 1.0, HEIGHT - BOTTOM, TOP)
+
+
+def _ends(values: Sequence[float]) -> tuple[tuple[Callable[[float], int], float], tuple[Callable[[float], int], float]]:
+    return (math.floor, min(values)), (math.ceil, max(values))
+
+
+def level(values: Sequence[float]) -> Axis:
+    """The horizontal axis from the first of these whole numbers to the last."""
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    return Axis(low, high if high > low else low + 1.0, LEFT, WIDTH - RIGHT, whole=True)
+
+
+def frame(across: Axis, up: Axis, x_name: str, y_name: str) -> list[Markup]:
+    """Grid lines, numbers, and what they count."""
+    parts = []
+    for value in up.ticks():
+        y = up.place(value)
+        parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
+        parts.append(tag("text", short(value), x=LEFT - 6, y=y + 4, text_anchor="end"))
+    for value in across.ticks():
+        parts.append(tag("text", short(value), x=across.place(value), y=HEIGHT - BOTTOM + 16, text_anchor="middle"))
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    turned = f"rotate(-90 12 {middle})"
+    parts.append(tag("text", x_name, x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, text_anchor="middle"))
+    parts.append(tag("text", y_name, x=12, y=middle, text_anchor="middle", transform=turned))
+    return parts

@@ -1,0 +1,145 @@
+"""Plots as inline SVG, each with its axes named, a key, and a text for those who do not see it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ort_accel.observe.axes import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, frame, level, short, upright
+from ort_accel.observe.page import COLOURS, Markup, joined, tag
+
+_DASHES = (None, "6 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2")
+"""Lines differ in more than colour."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A named line. `band` has the lowest and highest value at each of its points, where a point stands for several."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    band: Sequence[tuple[float, float]] = ()
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A named value on the vertical axis, or with `across` on the horizontal one."""
+
+    name: str
+    value: float
+    across: bool = False
+
+
+def line_chart(
+    caption: str,
+    lines: Sequence[Line],
+    x_name: str,
+    y_name: str,
+    *,
+    logarithmic: bool = False,
+    marks: Iterable[Mark] = (),
+    highest: float | None = None,
+) -> Markup:
+    """Lines over a common horizontal axis. `highest` makes the vertical axis reach so far, to compare plots."""
+    marks = list(marks)
+    values = [value for line in lines for _, value in line.points]
+    values += [end for line in lines for ends in line.band for end in ends]
+    values += [mark.value for mark in marks if not mark.across] + ([] if highest is None else [highest])
+    across = level([x for line in lines for x, _ in line.points])
+    up = upright(values, logarithmic)
+    parts = [*frame(across, up, x_name, y_name)]
+    for number, line in enumerate(lines):
+        parts += _drawn(line, number, across, up)
+    for mark in marks:
+        parts += _marked(mark, across, up)
+    return figure(caption, parts, [line.name for line in lines])
+
+
+def stacked_chart(
+    caption: str, places: Sequence[float], layers: Mapping[str, Sequence[float]], x_name: str, y_name: str
+) -> Markup:
+    """Amounts one on top of the other: what they are together, and the share of each."""
+    totals = [sum(column) for column in zip(*layers.values(), strict=True)]
+    across, up = level(places), upright(totals, logarithmic=False)
+    parts = [*frame(across, up, x_name, y_name)]
+    below = [0.0] * len(places)
+    for number, (name, amounts) in enumerate(layers.items()):
+        above = [under + amount for under, amount in zip(below, amounts, strict=True)]
+        edge = [*zip(places, above, strict=True), *reversed(list(zip(places, below, strict=True)))]
+        outline = " ".join(f"{across.place(x)},{up.place(y)}" for x, y in edge)
+        parts.append(tag("polygon", tag("title", name), points=outline, fill=_colour(number)))
+        below = above
+    return figure(caption, parts, list(layers), filled=True)
+
+
+def bar_chart(caption: str, bars: Iterable[tuple[str, Mapping[str, float], str]], names: Sequence[str] = ()) -> Markup:
+    """A bar for each row, of one amount or of several side by side, with a text at its end."""
+    rows = list(bars)
+    longest = max((sum(parts.values()) for _, parts, _ in rows), default=0.0) or 1.0
+    start, end, step = 210, WIDTH - 120, 26
+    drawn = []
+    for number, (label, parts, text) in enumerate(rows):
+        x, y = float(start), TOP + number * step
+        drawn.append(tag("text", label, x=start - 8, y=y + 14, text_anchor="end"))
+        for place, (name, amount) in enumerate(parts.items()):
+            width = round(amount / longest * (end - start), 1)
+            described = tag("title", f"{label}, {name}: {short(amount)}" if name else f"{label}: {text}")
+            drawn.append(tag("rect", described, x=round(x, 1), y=y, width=width, height=18, fill=_colour(place)))
+            x += width
+        drawn.append(tag("text", text, x=round(x, 1) + 6, y=y + 14))
+    return figure(caption, drawn, names, filled=True, height=TOP + len(rows) * step + 4)
+
+
+def figure(
+    caption: str, parts: Sequence[Markup], names: Sequence[str] = (), filled: bool = False, height: int = HEIGHT
+) -> Markup:
+    """A plot with its caption and, for several series, its key."""
+    plot = tag("svg", *parts, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=caption, class_="plot")
+    keys = (_key(name, number, filled) for number, name in enumerate(names)) if len(names) > 1 else ()
+    return tag("figure", tag("figcaption", caption), tag("div", keys) if keys else "", plot)
+
+
+def _colour(number: int) -> str:
+    return f"var(--c{number % COLOURS})"
+
+
+def _drawn(line: Line, number: int, across: Axis, up: Axis) -> list[Markup]:
+    points = [(across.place(x), up.place(value)) for x, value in line.points if math.isfinite(value)]
+    parts = []
+    if line.band:
+        places = [across.place(x) for x, _ in line.points]
+        edges = [(x, up.place(high)) for x, (_, high) in zip(places, line.band, strict=True)]
+        edges += reversed([(x, up.place(low)) for x, (low, _) in zip(places, line.band, strict=True)])
+        parts.append(tag("polygon", points=_path(edges), fill=_colour(number), class_="band"))
+    shape = {"stroke": _colour(number), "stroke_dasharray": _DASHES[number % len(_DASHES)], "class_": "series"}
+    parts.append(tag("polyline", tag("title", line.name), points=_path(points), **shape))
+    if len(points) == 1:
+        parts.append(tag("circle", cx=points[0][0], cy=points[0][1], r=3, fill=_colour(number)))
+    return parts
+
+
+def _path(points: Iterable[tuple[float, float]]) -> str:
+    return " ".join(f"{x},{y}" for x, y in points)
+
+
+def _marked(mark: Mark, across: Axis, up: Axis) -> list[Markup]:
+    if mark.across:
+        x = across.place(mark.value)
+        side = "end" if x > WIDTH / 2 else "start"
+        name = tag(
+            "text", mark.name, x=x - 5 if side == "end" else x + 5, y=TOP + 12, text_anchor=side, class_="mark-name"
+        )
+        return [tag("line", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM, class_="mark"), name]
+    y = up.place(mark.value)
+    name = tag("text", mark.name, x=WIDTH - RIGHT, y=y - 5, text_anchor="end", class_="mark-name")
+    return [tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="mark"), name]
+
+
+def _key(name: str, number: int, filled: bool) -> Markup:
+    colour, dashes = _colour(number), _DASHES[number % len(_DASHES)]
+    if filled:
+        sample = tag("rect", width=16, height=8, y=2, x=6, fill=colour)
+    else:
+        sample = tag("line", x1=0, x2=28, y1=6, y2=6, stroke=colour, stroke_width=3, stroke_dasharray=dashes)
+    return tag("span", tag("svg", sample, viewBox="0 0 28 12", aria_hidden="true"), joined(name), class_="key")

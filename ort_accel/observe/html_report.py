@@ -1,0 +1,234 @@
+"""A report as one HTML page. Each section is a function of the report's plain data; an empty one is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from ort_accel.observe.axes import short
+from ort_accel.observe.charts import Line, bar_chart, line_chart
+from ort_accel.observe.feature_table import KINDS, WORDS, percent
+from ort_accel.observe.page import Content, Markup, figures, folded, joined, page, table, tag
+from ort_accel.reporting import Reason, Runner, State
+
+Data = Mapping[str, Any]
+"""What `Report.to_dict` gives."""
+
+_RUNNERS = {Runner.ORT.value: "ONNX Runtime", Runner.PYTORCH.value: "PyTorch"}
+_STEP_TIME = "ort/step_time"
+_SERIES = {
+    _STEP_TIME: ("Seconds of each step; the first ones compile", "seconds"),
+    "ort/tokens_per_s": ("Tokens a second that are not padding", "tokens a second"),
+    "ort/density": ("Share of the tokens that are not padding", "share"),
+    "ort/peak_memory": ("The most memory that the process has held so far", "MiB"),
+}
+"""What the figures over the steps are, and what they count."""
+_LONGEST_LIST = 40
+_FLAT = 20
+
+
+def html_report(data: Data) -> str:
+    """The page. It holds everything it needs, and can be sent or kept as one file."""
+    version = data["versions"].get("ort_accel", "")
+    sections = [(title, content) for title, make in SECTIONS if (content := make(data))]
+    return page(
+        f"ort_accel {version}: what was done and measured".replace("  ", " "),
+        "What is applied and what is refused, who ran what, and what the steps took. Every number was measured or "
+        "derived in this run.",
+        _overview(data),
+        [tag("section", tag("h2", title), content) for title, content in sections],
+    )
+
+
+def _overview(data: Data) -> Markup:
+    segments, series = data["segments"], data["series"].get(_STEP_TIME, [])
+    forced = [item for item in data["fallbacks"] if not Reason(item["reason"]).is_choice]
+    shown = [
+        ("of all nodes run by ONNX Runtime", _share(segments, "nodes")),
+        ("of their FLOPs, estimated", _share(segments, "flops")),
+        ("nodes that ONNX Runtime cannot run", f"{sum(item['count'] for item in forced):,}"),
+        ("set-up", f"{sum(data['timings'].values()):.1f} s"),
+    ]
+    if series:
+        shown.append(("typical step", f"{median(point['mean'] for point in series):.3g} s"))
+    return figures(shown)
+
+
+def _share(segments: Collection[Data], amount: str) -> str:
+    ours = sum(item[amount] for item in segments if item["runner"] == Runner.ORT.value)
+    return percent(ours, sum(item[amount] for item in segments))
+
+
+def _features(data: Data) -> Markup:
+    rows = {state: [item for item in data["features"] if item["state"] == state.value] for state in State}
+    headings = ("feature", "", "why, or what it does")
+
+    def listed(state: State) -> Markup:
+        word = tag("span", WORDS[state], class_=state.value)
+        return table(headings, [(item["name"], word, item["effect"] or item["reason"]) for item in rows[state]])
+
+    parts = [listed(state) for state in (State.APPLIED, State.REFUSED) if rows[state]]
+    if rows[State.OFF]:
+        parts.append(folded(f"{len(rows[State.OFF])} that are off", listed(State.OFF)))
+    return joined(parts)
+
+
+def _runners(data: Data) -> Markup:
+    segments = data["segments"]
+    if not segments:
+        return tag("p", "Nothing was compiled yet: the model was not called since it was accelerated.")
+    parts = [
+        _runner_chart("Nodes", segments, "nodes"),
+        _runner_chart("FLOPs of matrix products and convolutions, estimated", segments, "flops"),
+    ]
+    rows = [
+        (
+            item["graph"],
+            _RUNNERS[item["runner"]],
+            f"{item['nodes']:,}",
+            short(item["flops"]),
+            _ops(item["ops"]),
+        )
+        for item in segments
+    ]
+    listing = table(("graph", "run by", "nodes", "FLOPs", "operators"), rows, numbers=(2, 3))
+    return joined(parts, folded(f"{len(segments)} segments, in the order of running", listing))
+
+
+def _runner_chart(caption: str, segments: Sequence[Data], amount: str) -> Markup:
+    bars = []
+    for kind in KINDS:
+        part = [item for item in segments if item["graph"].startswith(kind)]
+        by_runner = {
+            name: sum(item[amount] for item in part if item["runner"] == runner) for runner, name in _RUNNERS.items()
+        }
+        if part:
+            whole = sum(by_runner.values())
+            bars.append((kind, by_runner, f"{percent(by_runner['ONNX Runtime'], whole)} of {short(whole)}"))
+    return bar_chart(caption, bars, list(_RUNNERS.values()))
+
+
+def _ops(ops: Mapping[str, int]) -> str:
+    return ", ".join(f"{op} x{count}" if count > 1 else op for op, count in ops.items())
+
+
+def _fallbacks(data: Data) -> Markup:
+    found = [item for item in data["fallbacks"] if item["reason"] != Reason.GRAPH_BREAK.value]
+    forced = [item for item in found if not Reason(item["reason"]).is_choice]
+    choices = [item for item in found if Reason(item["reason"]).is_choice]
+    parts: list[Content] = []
+    if forced:
+        parts += [tag("h3", "What ONNX Runtime cannot run"), _fallback_table(forced)]
+    elif data["segments"]:
+        parts.append(tag("p", "There is nothing that ONNX Runtime cannot run."))
+    if choices:
+        parts += [tag("h3", "By choice"), _fallback_table(choices)]
+    return joined(*parts)
+
+
+def _fallback_table(items: Sequence[Data]) -> Markup:
+    def rows(part: Sequence[Data]) -> list[tuple[str, ...]]:
+        return [(f"{item['count']:,}", item["op"], item["reason"], item["detail"]) for item in part]
+
+    headings = ("nodes", "operator", "reason", "detail")
+    shown = table(headings, rows(items[:_LONGEST_LIST]), numbers=(0,))
+    rest = items[_LONGEST_LIST:]
+    return joined(shown, folded(f"{len(rest)} more kinds", table(headings, rows(rest), numbers=(0,))) if rest else "")
+
+
+def _graph_breaks(data: Data) -> Markup | None:
+    breaks = [item for item in data["fallbacks"] if item["reason"] == Reason.GRAPH_BREAK.value]
+    if not breaks:
+        return None
+    said = (
+        "Python code between graphs, which nobody could capture. Each divides a graph, and what it does is not sped up."
+    )
+    rows = [(f"{item['count']:,}", item["detail"] or item["op"]) for item in breaks]
+    return joined(tag("p", said), table(("times", "what Dynamo met"), rows, numbers=(0,)))
+
+
+def _start_up(data: Data) -> Markup | None:
+    timings = data["timings"]
+    if not timings:
+        return None
+    slowest_first = sorted(timings.items(), key=lambda item: -item[1])
+    caption = f"Seconds by phase, {sum(timings.values()):.2f} in all; a phase inside of another counts for itself only"
+    return bar_chart(caption, [(phase, {"": seconds}, f"{seconds:.2f} s") for phase, seconds in slowest_first])
+
+
+def _steps(data: Data) -> Markup | None:
+    return joined(_over_steps(name, points) for name, points in data["series"].items()) or None
+
+
+def _over_steps(name: str, points: Sequence[Data]) -> Markup:
+    """A figure over the steps; where the first steps, which compile, would press the rest flat, on a logarithmic axis."""
+    caption, unit = _SERIES.get(name, (name, ""))
+    each = max(point["count"] for point in points)
+    if each > 1:
+        caption += f" (the mean of {each} steps, within their extremes)"
+    band = [(point["low"], point["high"]) for point in points] if each > 1 else ()
+    lowest, highest = min(point["low"] for point in points), max(point["high"] for point in points)
+    return line_chart(
+        caption,
+        [Line(name, [(point["step"], point["mean"]) for point in points], band)],
+        "step",
+        unit,
+        logarithmic=lowest > 0 and highest / lowest > _FLAT,
+        highest=1.0 if unit == "share" else None,
+    )
+
+
+def _load_balance(data: Data) -> Markup | None:
+    found = data["load_balance"]
+    if not found:
+        return None
+    highest = max(load for side in ("before", "after") for step in found[side] for load in step)
+    kept = f", every {found['every']}th step" if found["every"] > 1 else ""
+
+    def plot(side: str, words: str) -> Markup:
+        steps, waiting = found[side], found[f"waiting_{side}"]
+        lines = [
+            Line(f"process {rank}", [(number * found["every"], step[rank]) for number, step in enumerate(steps)])
+            for rank in range(len(steps[0]))
+        ]
+        caption = f"{words}: processes wait {waiting:.1%} of the time for the one with the most work{kept}"
+        return line_chart(caption, lines, "step of the epoch", "tokens", highest=highest)
+
+    return joined(plot("before", "Without balancing"), plot("after", "With balancing"))
+
+
+def _notes(data: Data) -> Markup | None:
+    counted = table(("counted", ""), [(name, f"{count:,}") for name, count in data["counters"].items()], numbers=(1,))
+    notes = tag("ul", (tag("li", note) for note in data["notes"]))
+    return joined(notes if data["notes"] else "", counted if data["counters"] else "") or None
+
+
+def _basis(data: Data) -> Markup:
+    versions = table(("", "version"), data["versions"].items())
+    config = table(("key", "value"), sorted(_leaves(data["config"])))
+    return joined(versions, folded("The configuration, every key of it", config) if data["config"] else "")
+
+
+def _leaves(tree: Mapping[str, Any], path: str = "") -> list[tuple[str, str]]:
+    found = []
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found += _leaves(value, f"{path}{key}.")
+        else:
+            found.append((f"{path}{key}", str(value)))
+    return found
+
+
+SECTIONS: tuple[tuple[str, Callable[[Data], Markup | None]], ...] = (
+    ("Features", _features),
+    ("Who runs what", _runners),
+    ("What PyTorch runs", _fallbacks),
+    ("Graph breaks", _graph_breaks),
+    ("Set-up", _start_up),
+    ("Steps", _steps),
+    ("Load balancing", _load_balance),
+    ("Notes and counts", _notes),
+    ("Versions and configuration", _basis),
+)
+"""The sections in their order. A new one is a function and a line here."""

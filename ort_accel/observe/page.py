@@ -1,0 +1,76 @@
+"""HTML pages that need nothing but themselves: no network, no script, readable in light and in dark.
+
+Text is escaped unless it is `Markup` already, so that no name of a module or an operator can break a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+COLOURS = 6
+"""How many colours a page tells apart: the variables `--c0` and so on of its style."""
+
+_STYLE = Path(__file__).with_name("page.css")
+
+
+class Markup(str):
+    """Text that is HTML, and is not escaped again."""
+
+    __slots__ = ()
+
+
+Content = str | Iterable[str]
+"""Text, markup, or several of either."""
+
+
+def tag(name: str, *contents: Content, **attributes: object) -> Markup:
+    """An element. Attributes lose a trailing underscore and write others as hyphens; None leaves one out."""
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Markup(f"<{name}{written}>{joined(*contents)}</{name}>")
+
+
+def joined(*contents: Content) -> Markup:
+    """Contents one after the other."""
+    parts = (part for content in contents for part in ([content] if isinstance(content, str) else content))
+    return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[Content]], numbers: Iterable[int] = ()) -> Markup:
+    """A table; the columns in `numbers` are aligned to the right."""
+    right = set(numbers)
+
+    def cells(kind: str, row: Sequence[Content]) -> list[Markup]:
+        return [tag(kind, cell, class_="number" if place in right else None) for place, cell in enumerate(row)]
+
+    head = tag("thead", tag("tr", cells("th", headings)))
+    body = tag("tbody", (tag("tr", cells("td", row)) for row in rows))
+    return tag("div", tag("table", head, body), class_="wide")
+
+
+def folded(summary: str, *contents: Content) -> Markup:
+    """What is shown when a reader asks for it."""
+    return tag("details", tag("summary", summary), *contents)
+
+
+def figures(values: Iterable[tuple[str, str]]) -> Markup:
+    """The few numbers that a reader looks for first, each with what it is."""
+    boxes = (tag("div", tag("b", value), tag("span", what)) for what, value in values)
+    return tag("div", boxes, class_="figures")
+
+
+def page(title: str, subtitle: str, *contents: Content) -> str:
+    """The whole page."""
+    head = tag(
+        "head",
+        Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        tag("title", title),
+        tag("style", Markup(_STYLE.read_text(encoding="utf-8"))),
+    )
+    body = tag("body", tag("main", tag("h1", title), tag("p", subtitle, class_="quiet"), *contents))
+    return f"<!DOCTYPE html>\n{tag('html', head, body, lang='en')}\n"

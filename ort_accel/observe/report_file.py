@@ -1,0 +1,77 @@
+"""Writing a report to a file: when training ends, or when somebody asks for it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from ort_accel.errors import OrtAccelError
+from ort_accel.files import write_aside
+from ort_accel.observe.html_report import html_report
+from ort_accel.observe.logs import LOG, rank
+from ort_accel.reporting import Report
+
+KEY = "observe.report_file"
+_KINDS = (".json", ".html")
+
+
+def save_report(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write a report, whole or not at all: `.json` for machines, `.html` for people. Its folder is made if need be."""
+    file = Path(path)
+    if file.suffix not in _KINDS:
+        raise OrtAccelError(
+            f"{str(file)!r} ends in neither .json (for machines) nor .html (for people); name one of these"
+        )
+    data = report.to_dict()
+    text = json.dumps(data, indent=1) + "\n" if file.suffix == ".json" else html_report(data)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_aside(file, text.encode())
+    except OSError as error:
+        raise OrtAccelError(
+            f"the report cannot be written to {file}: {error.strerror or error}; name a file where you may write"
+        ) from error
+
+
+class ReportFile:
+    """The file that `observe.report_file` names. Only the first of several processes writes it.
+
+    What stands in its way is said once, at the start of training, where that can be known; training goes on.
+    """
+
+    def __init__(self, report: Report, path: Path) -> None:
+        self._report, self._path = report, path
+        self._is_ours, self._is_due, self._said = rank() == 0, True, False
+        if self._is_ours:
+            self._probe()
+
+    def write(self) -> None:
+        """Write the report as it is now."""
+        if not self._is_ours:
+            return
+        self._is_due = False
+        try:
+            save_report(self._report, self._path)
+        except OrtAccelError as error:
+            self._say(str(error))
+
+    def write_if_due(self) -> None:
+        """Write a report that has something to tell and was not written yet."""
+        if self._is_due and (self._report.segments or self._report.series):
+            self.write()
+
+    def _probe(self) -> None:
+        probe = self._path.with_name(f".{self._path.name}.probe")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_aside(probe, b"")
+            probe.unlink()
+        except OSError as error:
+            self._say(f"the report cannot be written to {self._path}: {error.strerror or error}")
+
+    def _say(self, text: str) -> None:
+        self._report.refused(KEY, text)
+        if not self._said:
+            self._said = True
+            LOG.warning("%s: %s", KEY, text)
