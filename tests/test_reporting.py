@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ort_accel.reporting import Fallback, Reason, Report, Runner, Segment, State
+from ort_accel.reporting import Fallback, Reason, Report, Runner, Segment, Series, State
 
 
 def test_a_feature_is_applied_refused_or_off():
@@ -86,3 +86,19 @@ def test_it_survives_json():
         }
     ]
     assert plain["counters"] == {"compilations": 2}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 511, 512, 513, 1025, 10_000])
+def test_a_series_keeps_few_points_and_loses_neither_steps_nor_extremes(steps):
+    series = Series()
+    values = [(step * 7919 % 1000) / 10 for step in range(steps)]
+    for step, value in enumerate(values, 1):
+        series.add(step, value)
+    points = series.points
+    assert len(points) <= Series.MOST
+    assert sum(point.count for point in points) == steps
+    assert sum(point.mean * point.count for point in points) == pytest.approx(sum(values))
+    assert (min(point.low for point in points), max(point.high for point in points)) == (min(values), max(values))
+    ends = [point.step + point.count for point in points]
+    assert [point.step for point in points] == [1, *ends[:-1]]
+    assert len({point.count for point in points[:-1]}) <= 1

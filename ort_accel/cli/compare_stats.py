@@ -22,6 +22,7 @@ def compare_stats(
     second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
     tolerance: Annotated[float, typer.Option(min=0.0, help="Up to this share of the values, it is rounding.")] = 1e-3,
     everything: Annotated[bool, typer.Option("--all", help="List what agrees, too.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with all modules and plots.")] = None,
 ) -> None:
     """Line up two runs module by module and name the first module where they part.
 
@@ -32,14 +33,18 @@ def compare_stats(
     Examples:
       ort-accel compare-stats eager-statistics ort-statistics
       ort-accel compare-stats a b --tolerance 1e-5 --all
+      ort-accel compare-stats a b --html out.html
     """
     from rich.console import Console
 
     from ort_accel.errors import OrtAccelError
     from ort_accel.subscribers.comparison import compare, first_divergence
+    from ort_accel.subscribers.comparison_page import comparison_page, verdict
 
     try:
         differences = compare(first, second)
+        if html is not None:
+            _write(html, comparison_page((str(first), str(second)), differences, tolerance))
     except OrtAccelError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
@@ -50,14 +55,19 @@ def compare_stats(
         console = Console(width=160)
     if shown:
         console.print(_table(shown, tolerance))
-    if parted is None:
-        typer.echo(f"{len(differences)} tensors agree within {tolerance:g}")
-        return
-    typer.echo(
-        f"first divergence: step {parted.step}, {parted.direction}, {parted.module or 'the model itself'} "
-        f"({parted.kind}): {parted.what}"
-    )
-    raise typer.Exit(1)
+    typer.echo(verdict(differences, tolerance))
+    if parted is not None:
+        raise typer.Exit(1)
+
+
+def _write(file: Path, text: str) -> None:
+    from ort_accel.errors import OrtAccelError
+    from ort_accel.files import write_aside
+
+    try:
+        write_aside(file, text.encode())
+    except OSError as error:
+        raise OrtAccelError(f"--html: {file} cannot be written: {error.strerror or error}") from error
 
 
 def _around(differences: Sequence[Difference], parted: Difference | None, tolerance: float) -> list[Difference]:

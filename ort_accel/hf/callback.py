@@ -55,6 +55,7 @@ class ORTAccelCallback(TrainerCallback):
         settle_optimizer(named.get("optimizer"), named["model"], self.config)
         self._activations = record_activations(named["model"], self.config)
         report = self.metrics.report = report_of(named["model"], self.config)
+        report.series.clear()  # of a training before
         record_load_balancing(report, self.config, named.get("train_dataloader"), args.world_size)
         path = self.config.observe.report_file
         if path is not None:

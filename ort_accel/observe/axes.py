@@ -10,7 +10,7 @@ from ort_accel.observe.page import Markup, tag
 
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 40
-_ABOUT = 5
+_ABOUT = 6
 """How many numbers an axis has, about."""
 
 

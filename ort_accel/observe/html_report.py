@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from ort_accel.observe.axes import short
 from ort_accel.observe.charts import Line, bar_chart, line_chart
 from ort_accel.observe.feature_table import KINDS, WORDS, percent
-from ort_accel.observe.page import Content, Markup, figures, folded, joined, page, table, tag
+from ort_accel.observe.page import COLOURS, Content, Markup, figures, folded, joined, page, table, tag
 from ort_accel.reporting import Reason, Runner, State
 
 Data = Mapping[str, Any]
@@ -162,7 +163,7 @@ def _steps(data: Data) -> Markup | None:
 
 
 def _over_steps(name: str, points: Sequence[Data]) -> Markup:
-    """A figure over the steps; where the first steps, which compile, would press the rest flat, on a logarithmic axis."""
+    """A figure over the steps. Where the first, which compile, would press the rest flat, the axis is logarithmic."""
     caption, unit = _SERIES.get(name, (name, ""))
     each = max(point["count"] for point in points)
     if each > 1:
@@ -188,14 +189,20 @@ def _load_balance(data: Data) -> Markup | None:
 
     def plot(side: str, words: str) -> Markup:
         steps, waiting = found[side], found[f"waiting_{side}"]
-        lines = [
-            Line(f"process {rank}", [(number * found["every"], step[rank]) for number, step in enumerate(steps)])
-            for rank in range(len(steps[0]))
-        ]
+        lines = _loads(steps, [number * found["every"] for number in range(len(steps))])
         caption = f"{words}: processes wait {waiting:.1%} of the time for the one with the most work{kept}"
         return line_chart(caption, lines, "step of the epoch", "tokens", highest=highest)
 
     return joined(plot("before", "Without balancing"), plot("after", "With balancing"))
+
+
+def _loads(steps: Sequence[Sequence[float]], places: Sequence[int]) -> list[Line]:
+    """A line for each process, or their mean and extremes where there are more than a plot can tell apart."""
+    if len(steps[0]) > COLOURS:
+        means = [(place, sum(loads) / len(loads)) for place, loads in zip(places, steps, strict=True)]
+        return [Line("mean", means, [(min(loads), max(loads)) for loads in steps])]
+    by_process = enumerate(zip(*steps, strict=True))
+    return [Line(f"process {rank}", list(zip(places, loads, strict=True))) for rank, loads in by_process]
 
 
 def _notes(data: Data) -> Markup | None:
@@ -216,7 +223,7 @@ def _leaves(tree: Mapping[str, Any], path: str = "") -> list[tuple[str, str]]:
         if isinstance(value, Mapping):
             found += _leaves(value, f"{path}{key}.")
         else:
-            found.append((f"{path}{key}", str(value)))
+            found.append((f"{path}{key}", value if isinstance(value, str) else json.dumps(value)))
     return found
 
 

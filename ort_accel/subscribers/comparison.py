@@ -33,6 +33,8 @@ class Difference:
     cannot be compared."""
     what: str
     """Which statistic differs most, and its two values."""
+    sizes: tuple[float | None, float | None] = (None, None)
+    """The root mean square of its values in each run; None where a run does not have it."""
 
 
 def compare(first: Path, second: Path) -> list[Difference]:
@@ -94,7 +96,8 @@ def _difference(place: Place, row: Row | None, other: Row | None, sizes: dict[tu
     assert present is not None
     step, direction, module, tensor, call = place
     amount, what = _compared(row, other, sizes[step, direction] * _NEGLIGIBLE)
-    return Difference(step, direction, module, present["kind"], tensor, call, amount, what)
+    both = (None if row is None else _root_mean_square(row), None if other is None else _root_mean_square(other))
+    return Difference(step, direction, module, present["kind"], tensor, call, amount, what, both)
 
 
 def _compared(row: Row | None, other: Row | None, floor: float) -> tuple[float, str]:

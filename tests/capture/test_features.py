@@ -32,7 +32,6 @@ UNUSUAL = {
     "density.inspect": True,
     "distributed.zero3": True,
     "observe.memory_stats": True,
-    "observe.report_file": "report.json",
 }
 
 

@@ -57,7 +57,11 @@ def main(folder, stop, resume):
         train_dataset=Samples(),
         data_collator=lambda samples: {"input_ids": torch.tensor([sample["input_ids"][0] for sample in samples])},
         callbacks=[StopAfter(int(stop))],
-        ort_config={"engine": {"enabled": False}, "distributed": {"load_balancing": {"enabled": True}}},
+        ort_config={
+            "engine": {"enabled": False},
+            "distributed": {"load_balancing": {"enabled": True}},
+            "observe": {"report_file": f"{folder}/report-{stop}-{resume}.json"},
+        },
     )
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{stop}" if resume == "resume" else None)
     Path(folder, f"{stop}-{resume}-{args.process_index}.json").write_text(json.dumps(trainer.model.seen))

@@ -1,0 +1,175 @@
+"""The page says what the report says, whatever the names in it, and needs nothing but itself."""
+
+import re
+
+import pytest
+
+from ort_accel.config import Config
+from ort_accel.observe.html_report import SECTIONS, html_report
+from ort_accel.reporting import LoadBalance, Reason, Report, Runner, Segment, Series
+from tests.observe.pages import read, table_with
+
+NASTY = '<script>alert("x")</script> & <b>'
+
+
+def full_report():
+    made = Report(versions={"ort_accel": "9.8.7", "torch": "2.0"}, config=Config().to_dict())
+    made.applied("engine", "onnxruntime 1.2.3")
+    made.refused("compute.upstream", "not in this version")
+    made.off("memory.level", "not asked for")
+    made.segments += [
+        Segment("forward 0", Runner.ORT, {"aten.mm": 3}, 3e9),
+        Segment("forward 0", Runner.PYTORCH, {"aten.topk": 1}, 1e9),
+        Segment("backward 0", Runner.ORT, {"aten.mm": 6}, 6e9),
+    ]
+    made.fallback("aten.topk", Reason.UNSUPPORTED_OP, "no lowering")
+    made.fallback("aten.bernoulli.p", Reason.RANDOM, count=12)
+    made.fallback("a graph break", Reason.GRAPH_BREAK, "print was called", count=2)
+    made.timings = {"build sessions": 0.5, "capture": 1.25}
+    made.counters["compilations"] = 2
+    made.note("the folder is full")
+    for step, seconds in enumerate([8.0, 0.1, 0.3, 0.2], 1):
+        made.measured("ort/step_time", step, seconds)
+        made.measured("ort/density", step, 0.5)
+    made.load_balance = LoadBalance([[9.0, 1.0], [8.0, 2.0]], [[5.0, 5.0], [5.0, 5.0]], 1, 0.41, 0.0)
+    return made
+
+
+def page_of(report):
+    return read(html_report(report.to_dict()))
+
+
+def test_every_section_of_a_full_report_is_there_in_its_order():
+    assert page_of(full_report()).headings == [title for title, _ in SECTIONS]
+
+
+def test_every_feature_has_its_state_and_its_sentence():
+    page = page_of(full_report())
+    rows = [row for rows in page.tables if rows[0][0] == "feature" for row in rows[1:]]
+    assert rows == [
+        ["engine", "ON", "onnxruntime 1.2.3"],
+        ["compute.upstream", "REFUSED", "not in this version"],
+        ["memory.level", "OFF", "not asked for"],
+    ]
+
+
+def test_shares_are_those_of_the_segments():
+    page = page_of(full_report())
+    assert "90 % of all nodes run by ONNX Runtime" in page.text
+    bars = page.plots["Nodes"]
+    assert [word for word in bars.words if "%" in word] == ["75 % of 4", "100 % of 6"]
+    assert bars.bars[0] == pytest.approx(3 * bars.bars[1], rel=0.01)
+    assert [row[:4] for row in table_with(page, "graph", "run by")] == [
+        ["forward 0", "ONNX Runtime", "3", "3G"],
+        ["forward 0", "PyTorch", "1", "1G"],
+        ["backward 0", "ONNX Runtime", "6", "6G"],
+    ]
+
+
+def test_fallbacks_stand_apart_from_choices_and_from_graph_breaks():
+    page = page_of(full_report())
+    forced, choices = [rows[1:] for rows in page.tables if rows[0][:2] == ["nodes", "operator"]]
+    assert forced == [["1", "aten.topk", "unsupported operator", "no lowering"]]
+    assert choices == [["12", "aten.bernoulli.p", "random", ""]]
+    assert table_with(page, "times") == [["2", "print was called"]]
+    assert "3 nodes that ONNX Runtime cannot run" in page.text
+
+
+def test_start_up_is_shown_by_phase_slowest_first():
+    page = page_of(full_report())
+    [plot] = [plot for label, plot in page.plots.items() if label.startswith("Seconds by phase, 1.75 in all")]
+    assert [word for word in plot.words if word.endswith(" s")][::2] == ["capture: 1.25 s", "build sessions: 0.50 s"]
+    assert plot.bars[0] == pytest.approx(2.5 * plot.bars[1], rel=0.01)
+
+
+def test_the_typical_step_is_not_the_one_that_compiles():
+    assert "0.25 s typical step" in page_of(full_report()).text
+
+
+def test_a_figure_over_the_steps_has_named_axes_and_a_point_for_each_step():
+    plot = page_of(full_report()).plots["Seconds of each step; the first ones compile"]
+    assert {"step", "seconds"} <= set(plot.words)
+    [points] = plot.points
+    assert [x for x, _ in points] == sorted(x for x, _ in points)
+    heights = [-y for _, y in points]
+    assert sorted(range(4), key=heights.__getitem__) == [1, 3, 2, 0]
+
+
+def test_the_load_of_each_process_is_drawn_before_and_after_on_one_scale():
+    page = page_of(full_report())
+    before = page.plots["Without balancing: processes wait 41.0% of the time for the one with the most work"]
+    after = page.plots["With balancing: processes wait 0.0% of the time for the one with the most work"]
+    assert len(before.points) == len(after.points) == 2
+    assert {word for word in before.words if word.isdecimal()} == {word for word in after.words if word.isdecimal()}
+    assert min(y for line in before.points for _, y in line) < min(y for line in after.points for _, y in line)
+
+
+def test_many_processes_are_drawn_by_their_mean_and_extremes():
+    made = full_report()
+    loads = [[float(rank) for rank in range(64)]] * 3
+    made.load_balance = LoadBalance(loads, loads, 4, 0.5, 0.5)
+    page = page_of(made)
+    [plot] = [plot for label, plot in page.plots.items() if label.startswith("Without")]
+    band, mean = plot.points
+    assert min(y for _, y in band) < min(y for _, y in mean) < max(y for _, y in band)
+    assert "every 4th step" in page.text
+
+
+def test_versions_counts_notes_and_the_configuration_are_there():
+    page = page_of(full_report())
+    assert ["torch", "2.0"] in table_with(page, "", "version")
+    assert ["memory.budget", "null"] in table_with(page, "key", "value")
+    assert table_with(page, "counted") == [["compilations", "2"]]
+    assert "the folder is full" in page.text
+
+
+def test_names_cannot_break_the_page():
+    made = Report(versions={NASTY: NASTY}, config={NASTY: {NASTY: [NASTY]}})
+    made.applied(NASTY, NASTY)
+    made.refused(NASTY + "2", NASTY)
+    made.segments.append(Segment("forward 0", Runner.ORT, {NASTY: 1}, 1.0))
+    made.fallback(NASTY, Reason.UNSUPPORTED_OP, NASTY)
+    made.fallback("a graph break", Reason.GRAPH_BREAK, NASTY)
+    made.timings[NASTY] = 1.0
+    made.counters[NASTY] = 1
+    made.note(NASTY)
+    made.measured(NASTY, 1, 1.0)
+    html = html_report(made.to_dict())
+    assert NASTY not in html
+    assert read(html).text.count(NASTY) >= 10
+
+
+def test_an_empty_report_is_a_page_that_says_so():
+    page = page_of(Report())
+    assert "Nothing was compiled yet" in page.text
+    assert page.plots == {}
+
+
+def test_a_long_training_is_drawn_with_few_points_that_keep_its_extremes():
+    made = Report()
+    for step in range(10_000):
+        made.measured("ort/step_time", step, 9.0 if step == 7_777 else 1.0 + step % 2)
+    html = html_report(made.to_dict())
+    assert len(html) < 60_000
+    [plot] = read(html).plots.values()
+    band, line = plot.points
+    assert len(line) <= Series.MOST
+    assert min(y for _, y in band) < min(y for _, y in line)
+    assert "the mean of 32 steps" in plot.label
+
+
+def test_long_lists_of_fallbacks_are_folded():
+    made = full_report()
+    for number in range(100):
+        made.fallback(f"aten.op_{number}", Reason.UNSUPPORTED_OP)
+    html = html_report(made.to_dict())
+    assert "61 more kinds" in html
+    assert all(f"aten.op_{number}<" in html for number in range(100))
+
+
+def test_the_page_is_readable_in_light_and_in_dark():
+    html = html_report(full_report().to_dict())
+    light, dark = html.split("prefers-color-scheme: dark", 1)
+    used = set(re.findall(r"var\((--\w+)\)", html))
+    for side in (light, dark[: dark.index("* {")]):
+        assert used <= set(re.findall(r"(--\w+): #", side))
