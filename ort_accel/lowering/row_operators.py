@@ -1,0 +1,182 @@
+"""Operators on some of the rows of a tensor, for graphs that compute only the rows that count.
+
+`rows_of` takes rows and `rows_into` puts them back; each is the gradient of the other. `rows` lists the places of the
+rows, in order and without repetition, and `places` is its inverse: for every place its number among the rows, or -1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_autograd, register_fake
+
+LIBRARY = Library("ort_accel", "DEF")
+
+LIBRARY.define("rows_of(Tensor source, Tensor rows, Tensor places) -> Tensor")
+LIBRARY.define("rows_into(Tensor source, Tensor rows, Tensor places, SymInt count) -> Tensor")
+LIBRARY.define(
+    "scaled_dot_product_of_rows(Tensor query, Tensor key, Tensor value, Tensor spans, Tensor query_rows, "
+    "Tensor key_rows, Tensor? mask, float? scale) -> (Tensor, Tensor)"
+)
+LIBRARY.define(
+    "scaled_dot_product_of_rows_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, "
+    "Tensor logsumexp, Tensor spans, Tensor query_rows, Tensor key_rows, Tensor? mask, float? scale) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+
+aten, own = torch.ops.aten, torch.ops.ort_accel
+
+FULL, CAUSAL, MASKED = range(3)
+"""How a sequence attends, the last number of its span: each query to all keys, to those up to it, or as a mask says."""
+
+
+def _rows_of(source: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    return source.index_select(0, rows)
+
+
+def _rows_into(source: Tensor, rows: Tensor, places: Tensor, count: int) -> Tensor:
+    return source.new_zeros((count, *source.shape[1:])).index_copy_(0, rows, source)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: Tensor,
+    query_rows: Tensor,
+    key_rows: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    out = query.new_zeros((*query.shape[:2], value.shape[2]))
+    logsumexp = torch.zeros(query.shape[:2], dtype=torch.float32)
+    for sequence, how in _sequences(spans, query_rows, key_rows, mask, query.dtype):
+        q, k = slice(*sequence[:2]), slice(*sequence[2:])
+        part, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            _heads_first(query[q]), _heads_first(key[k]), _heads_first(value[k]), scale=scale, **how
+        )
+        out[q] = part[0].transpose(0, 1)
+        logsumexp[q] = lse[0].transpose(0, 1)
+    return out, logsumexp
+
+
+def _attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    spans: Tensor,
+    query_rows: Tensor,
+    key_rows: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = tuple(torch.zeros(item.shape, dtype=item.dtype) for item in (query, key, value))
+    for sequence, how in _sequences(spans, query_rows, key_rows, mask, query.dtype):
+        q, k = slice(*sequence[:2]), slice(*sequence[2:])
+        parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(_heads_first(item) for item in (grad[q], query[q], key[k], value[k], out[q])),
+            logsumexp[q].transpose(0, 1).unsqueeze(0),
+            0.0,
+            scale=scale,
+            **how,
+        )
+        for whole, where, part in zip(grads, (q, k, k), parts, strict=True):
+            whole[where] = part[0].transpose(0, 1)
+    return grads  # type: ignore[return-value]
+
+
+def _heads_first(rows: Tensor) -> Tensor:
+    return rows.transpose(0, 1).unsqueeze(0)
+
+
+def _sequences(spans: Tensor, query_rows: Tensor, key_rows: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Any:
+    """The spans of queries and keys of each sequence, and how it attends."""
+    for number, (*sequence, kind) in enumerate(spans.tolist()):
+        if sequence[0] == sequence[1] or sequence[2] == sequence[3]:
+            continue
+        own_mask = None
+        if kind == MASKED:
+            assert mask is not None
+            own_mask = _mask_of(mask, number, query_rows[slice(*sequence[:2])], key_rows[slice(*sequence[2:])], dtype)
+        yield sequence, {"is_causal": kind == CAUSAL, "attn_mask": own_mask}
+
+
+def _mask_of(mask: Tensor, number: int, query_rows: Tensor, key_rows: Tensor, dtype: torch.dtype) -> Tensor:
+    part = mask[number if mask.shape[0] > 1 else 0]
+    if part.shape[1] > 1:
+        part = part.index_select(1, query_rows % part.shape[1])
+    part = part.index_select(2, key_rows % part.shape[2]).unsqueeze(0)
+    if part.dtype == torch.bool:
+        return torch.zeros(part.shape, dtype=dtype).masked_fill_(~part, -torch.inf)
+    return part.to(dtype)
+
+
+for _name, _kernel in {
+    "rows_of": _rows_of,
+    "rows_into": _rows_into,
+    "scaled_dot_product_of_rows": _attention,
+    "scaled_dot_product_of_rows_backward": _attention_backward,
+}.items():
+    LIBRARY.impl(_name, _kernel, "CPU")
+
+
+@register_fake("ort_accel::rows_of")
+def _(source: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    return source.new_empty((rows.shape[0], *source.shape[1:]))
+
+
+@register_fake("ort_accel::rows_into")
+def _(source: Tensor, rows: Tensor, places: Tensor, count: int) -> Tensor:
+    return source.new_empty((count, *source.shape[1:]))
+
+
+@register_fake("ort_accel::scaled_dot_product_of_rows")
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = query.new_empty((*query.shape[:2], value.shape[2]))
+    return out, query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+@register_fake("ort_accel::scaled_dot_product_of_rows_backward")
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (item.new_empty(item.shape) for item in (query, key, value))
+    return query, key, value
+
+
+def _keep_places(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    source, rows, places, *_ = inputs
+    ctx.save_for_backward(rows, places)
+    ctx.count = source.shape[0]
+
+
+register_autograd(
+    "ort_accel::rows_of",
+    lambda context, grad: (own.rows_into(grad, *context.saved_tensors, context.count), None, None),
+    setup_context=_keep_places,
+)
+register_autograd(
+    "ort_accel::rows_into",
+    lambda context, grad: (own.rows_of(grad, *context.saved_tensors), None, None, None),
+    setup_context=_keep_places,
+)
+
+
+def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    query, key, value, spans, query_rows, key_rows, mask, scale = inputs
+    ctx.save_for_backward(query, key, value, *output, spans, query_rows, key_rows, mask)
+    ctx.scale = scale
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate_attention(context: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    grads = own.scaled_dot_product_of_rows_backward(grad, *context.saved_tensors, context.scale)
+    return (*grads, None, None, None, None, None)
+
+
+register_autograd(
+    "ort_accel::scaled_dot_product_of_rows", _differentiate_attention, setup_context=_keep_attention
+)
