@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._sympy.printers import PythonPrinter
 
 from ort_accel.lowering.nodes import is_part, is_random
@@ -176,8 +177,6 @@ class Packing(fx.Interpreter):
         start = index if index >= 0 else length + index  # type: ignore[operator]
         wanted = torch.arange(batch) * length + start
         numbers = self.places(value.rows).index_select(0, wanted)
-        back = own.rows_into(torch.arange(batch), wanted, wanted, self.size(value.rows.count)) if False else None
-        assert back is None
         return self._take(value, numbers, batch)
 
     def _take(self, value: Packed, numbers: Tensor, count: Any) -> Tensor:
@@ -221,12 +220,13 @@ class Packing(fx.Interpreter):
             if rows and some:
                 kept = self._pack(mask, some.dims, rows)
                 scale = 1 / (1 - probability) if probability < 1 else 0.0  # type: ignore[operator]
-                value = aten.native_dropout_backward.default(value, kept, scale)
+                value = value * (kept.to(value.dtype) * scale)
         return Packed(value, some.dims, rows) if rows and some else None
 
     def _mask(self, operand: Tensor, keep: float) -> Tensor:
         """Drawn in the order in which the operand would lie in memory."""
-        order = compute_elementwise_output_logical_to_physical_perm(operand)[0]
+        with disable_proxy_modes_tracing():  # the operand belongs to another trace
+            order = compute_elementwise_output_logical_to_physical_perm(operand)[0]
         sizes = [self.size(expression(operand.shape[dim])) for dim in order]
         if keep == 0:
             return torch.zeros([sizes[order.index(dim)] for dim in range(operand.ndim)], dtype=torch.bool)

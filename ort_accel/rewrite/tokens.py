@@ -125,15 +125,7 @@ def _operand(source: Source, node: fx.Node, result: Tensor, dims: Dims) -> Tenso
     aten.masked_fill,
     aten.where,
     aten.rsub,
-    aten.float,
-    aten.square,
-    aten.relu6,
     aten.silu,
-    aten.mish,
-    aten.hardswish,
-    aten.selu,
-    aten.celu,
-    aten.prelu,
 )
 def elementwise(node: fx.Node, dims: Dims) -> Passage | None:
     result = value_of(node)
@@ -318,7 +310,7 @@ def dropout(node: fx.Node, dims: Dims) -> Passage | None:
     return _one(node, dims, lambda source, x: x)
 
 
-@works_on(aten.transpose, aten.permute, aten.t, aten.numpy_T)
+@works_on(aten.transpose, aten.permute, aten.t)
 def permutation(node: fx.Node, dims: Dims) -> Passage | None:
     given: Any = node.args[0]
     order = order_of(node)
