@@ -11,6 +11,8 @@ from torch.utils import _pytree as pytree
 
 from ort_accel.capture.backend import Backend
 from ort_accel.capture.dynamo import GraphBreaks, capturing, graph_breaks_in
+from ort_accel.capture.skipping import Mode
+from ort_accel.runtime.unread import UnreadTensor, read_all
 
 
 class OpenSizes:
@@ -60,21 +62,34 @@ class CompiledCall:
 
     def __init__(self, model: nn.Module, backend: Backend) -> None:
         self.backend = backend
-        entry = own_entry(model._call_impl)
-        self._call: Callable[..., Any] = torch.compile(entry, backend=backend, dynamic=_dynamic(backend))
+        self._model_call = model._call_impl
+        self._calls: dict[Mode | None, Callable[..., Any]] = {}
         self._open_sizes = OpenSizes() if backend.config.engine.dynamic_shapes == "auto" else None
         self._breaks = GraphBreaks()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self._call(*args, **kwargs)
+            return self._model_call(*args, **kwargs)
         self.backend.progress.call()
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, UnreadTensor) for leaf in leaves):
+            args, kwargs = read_all((args, kwargs))
         if self._open_sizes is not None:
-            leaves = pytree.tree_leaves((args, kwargs))
             self._open_sizes.mark([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         # On every call: a mode or a `requires_grad` that changes leads to a capture, too.
         with capturing(), graph_breaks_in(self.backend.report, self._breaks, self.backend.policy.check):
-            return self._call(*args, **kwargs)
+            mode = self.backend.skipping.mode
+            result = self._compiled(mode)(*args, **kwargs)
+            if mode is None:  # the first batch has decided, and what was compiled is for that mode
+                self._calls[self.backend.skipping.mode] = self._calls.pop(None)
+            return result
+
+    def _compiled(self, mode: Mode | None) -> Callable[..., Any]:
+        """What runs the model in a mode; what was compiled for another one is kept."""
+        if mode not in self._calls:
+            entry = own_entry(self._model_call)
+            self._calls[mode] = torch.compile(entry, backend=self.backend, dynamic=_dynamic(self.backend))
+        return self._calls[mode]
 
 
 def _dynamic(backend: Backend) -> bool | None:

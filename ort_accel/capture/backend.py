@@ -15,8 +15,10 @@ from ort_accel.capture.attention import attention_as
 from ort_accel.capture.choice import chosen_runtime, opset, session_settings
 from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features
+from ort_accel.capture.forward_graph import Tracer, breaks_off
 from ort_accel.capture.randomness import split_dropout
 from ort_accel.capture.refusals import refuse_forbidden
+from ort_accel.capture.skipping import Skipping, SkippingPolicy, hints, tables_of
 from ort_accel.config import Config, load_config
 from ort_accel.lowering.lower_graph import Lowering, lower_graph
 from ort_accel.lowering.program import Program
@@ -25,6 +27,7 @@ from ort_accel.observe.progress import Progress
 from ort_accel.observe.report_file import ReportFile
 from ort_accel.recompute.partition import partition
 from ort_accel.reporting import Report
+from ort_accel.rewrite.pipeline import propose
 from ort_accel.runtime.cache import ModelCache
 from ort_accel.runtime.flavor import Flavor
 from ort_accel.runtime.session import SessionSettings
@@ -49,11 +52,41 @@ class Backend:
             failed=self.policy.failed,
             fusions=config.compute.fusions is not False,
         )
+        self.skipping = SkippingPolicy(config, self.report)
         self._graphs = 0
+        self._is_broken = False
         self.report_file = self._report_file()
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         refuse_forbidden(module, self.config.engine)
+        self._is_broken |= breaks_off(module)
+        with self.report.timed("capture"), attention_as(self.config.compute.attention):
+            if self.skipping.wants_any:
+                return self._for_rows(module, inputs)
+            return self._compile(module, inputs)
+
+    def _for_rows(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The graph for the rows that count, or the whole one where there is no gain."""
+        policy = self.skipping
+        try:
+            tracer = Tracer(inputs)
+            proposal = propose(
+                tracer.trace(module), inputs, policy.wishes, loss_only=policy.loss_only and not self._is_broken
+            )
+            batch, mode = proposal.front(hints(inputs)), policy.mode
+            if mode is None:
+                policy.weigh(proposal, batch)
+                mode = policy.mode
+            if mode is None or not (mode.compact and batch.fits):
+                return Skipping(proposal, policy, self._compile(module, inputs), module, compact=False)
+            smaller, tables = tracer.smaller(module, proposal.write, tables_of(batch))
+        except Exception as error:
+            policy.refused(error)
+            return self._compile(module, inputs)
+        policy.unread(len(proposal.unread))
+        return Skipping(proposal, policy, self._compile(smaller, [*inputs, *tables]), module, compact=True)
+
+    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         number, self._graphs = self._graphs, self._graphs + 1
         static: set[str] = set()
         compile_graph = aot_autograd(
@@ -64,8 +97,7 @@ class Backend:
             partition_fn=_partition,
             keep_inference_input_mutations=True,
         )
-        with self.report.timed("capture"), attention_as(self.config.compute.attention):
-            return compile_graph(module, inputs)
+        return compile_graph(module, inputs)
 
     def _report_file(self) -> ReportFile | None:
         """Where the report goes: at the latest when this backend, or the process, comes to its end."""

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
+
+
+def breaks_off(module: fx.GraphModule) -> bool:
+    """Whether Python goes on after a graph with what it gave, instead of returning it."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    return reason is None or reason.graph_break
 
 
 class Tracer:
@@ -26,9 +31,23 @@ class Tracer:
             return value
         context = self._context.tensor_to_context.get(value)
         source = context.tensor_source if context else None  # type: ignore[attr-defined]
-        return self._mode.from_tensor(
-            value, static_shapes=context is None, symbolic_context=context, source=source
-        )
+        return self._mode.from_tensor(value, static_shapes=context is None, symbolic_context=context, source=source)
+
+    def smaller(
+        self, module: fx.GraphModule, write: Callable[[Sequence[Any]], Any], tables: Sequence[Tensor]
+    ) -> tuple[fx.GraphModule, Sequence[Tensor]]:
+        """The graph that `write` writes from the inputs and the tables, in the place of the one that was captured."""
+        fakes = [self.table(f"rows_{number}", table) for number, table in enumerate(tables)]
+        smaller = self.trace(lambda *arguments: write(arguments), fakes)
+        smaller.meta = module.meta
+        smaller._param_name_to_source = module._param_name_to_source
+        sources = iter(module.graph.find_nodes(op="placeholder"))
+        for node in smaller.graph.find_nodes(op="placeholder"):
+            source = next(sources, None)
+            node._dynamo_source = getattr(source, "_dynamo_source", None)
+            if source is not None and "tensor_dict" in source.meta:
+                node.meta["tensor_dict"] = source.meta["tensor_dict"]
+        return smaller, tables
 
     def table(self, name: str, value: Tensor) -> Tensor:
         """A fake for one more input, whose first dimension has a size of its own; the value is its example."""

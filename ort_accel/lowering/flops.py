@@ -94,13 +94,13 @@ _KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention",
 _FUSED = [f"_scaled_dot_product_{kernel}" for kernel in _KERNELS]
 
 FORMULAS: dict[Any, Formula] = {
-    **_for(["mm", "bmm", "mv", "dot"], _product),
+    **_for(["mm", "bmm", "mv", "dot", "matmul"], _product),
     **_for(["addmm", "baddbmm", "addbmm", "addmv"], _added_product),
     **_for(["linear"], _linear),
     **_for(["_grouped_mm"], _grouped_product),
     **_for(["convolution"], _convolution),
     **_for(["convolution_backward"], _convolution_backward),
-    **_for(_FUSED, _attention),
+    **_for(["scaled_dot_product_attention", *_FUSED], _attention),
     **_for([f"{name}_backward" for name in _FUSED], _attention_backward),
 }
 """Operators whose arithmetic counts, by name without overload."""

@@ -177,6 +177,4 @@ def _differentiate_attention(context: Any, grad: Tensor, _: Any) -> tuple[Any, .
     return (*grads, None, None, None, None, None)
 
 
-register_autograd(
-    "ort_accel::scaled_dot_product_of_rows", _differentiate_attention, setup_context=_keep_attention
-)
+register_autograd("ort_accel::scaled_dot_product_of_rows", _differentiate_attention, setup_context=_keep_attention)

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from ort_accel.lowering.nodes import is_part, is_random, op_name, writes
 from ort_accel.lowering.row_operators import CAUSAL, FULL, MASKED
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
+from ort_accel.rewrite.gradients import has_gradient
 from ort_accel.rewrite.padding import Attention
 from ort_accel.rewrite.plan import Plan, RowSet
 from ort_accel.rewrite.rows import Atom, Extent, Keys, Labelled, Lifted, Place, Shifted
@@ -56,7 +57,9 @@ class Front:
         self._links = _distinct(
             (a, plan.set_of[a.node], core) for a in plan.demands.attentions.values() if (core := plan.core_of(a))
         )
-        labels = {atom.target for item in plan.sets for atom in map(_innermost, item.atoms) if isinstance(atom, Labelled)}
+        labels = {
+            atom.target for item in plan.sets for atom in map(_innermost, item.atoms) if isinstance(atom, Labelled)
+        }
         self._labels = list(labels)
         self._masks = {link[0].node: self._writer.allowed(link[0]) for link in self._links}
         self._module = self._writer.finish(self._labels, list(self._masks.values()))
@@ -77,7 +80,10 @@ class Front:
         masks = dict(zip(self._masks, found[len(labels) :], strict=True))
         look = _Look(self, labels, masks, values)
         keeps = look.sets()
-        fits = look.fits and all(keep is not None and keep.numel() == self.size(item.count, values) for keep, item in zip(keeps, self.plan.sets, strict=True))
+        fits = look.fits and all(
+            keep is not None and keep.numel() == self.size(item.count, values)
+            for keep, item in zip(keeps, self.plan.sets, strict=True)
+        )
         if not fits:
             return Batch([], [], [], [], False)
         densities = [(int(keep.sum()), keep.numel()) for keep in keeps]
@@ -258,7 +264,7 @@ class _Writer:
             return True
         if node.op != "call_function" or any(given not in self._copies for given in node.all_input_nodes):
             return False
-        if any(_needs_gradient(given) for given in node.all_input_nodes):
+        if any(has_gradient(given) for given in node.all_input_nodes):
             return False
         name = op_name(node)
         plain = is_part(node) or not writes(node) or isinstance(node.target, torch._ops.OpOverload)
@@ -267,7 +273,7 @@ class _Writer:
 
     def is_known(self, node: fx.Node) -> bool:
         """Whether a value can be computed in front of the graph."""
-        return node in self._copies and not _needs_gradient(node)
+        return node in self._copies and not has_gradient(node)
 
     def _call(self, target: Any, *args: Any) -> fx.Node:
         return self._graph.call_function(target, args)
@@ -302,8 +308,3 @@ class _Writer:
 
 def _is_low(value: Any, low: float) -> bool:
     return isinstance(value, int | float) and value <= low
-
-
-def _needs_gradient(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.requires_grad

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ort_accel.lowering.sizes import expression
+from ort_accel.rewrite.gradients import has_gradient
 from ort_accel.rewrite.rows import Demand, Everything, Keys, Some, lift
 from ort_accel.rewrite.tokens import value_of
 
@@ -32,7 +33,7 @@ class Attention:
     def can_run_by_sequence(self) -> bool:
         """Whether each sequence can be computed on its own, with nothing but what it needs."""
         is_plain = value_of(self.query).shape[1] == value_of(self.key).shape[1]
-        needs_gradient = self.mask is not None and value_of(self.mask).requires_grad
+        needs_gradient = self.mask is not None and has_gradient(self.mask)
         return self.dropout == 0 and is_plain and not needs_gradient
 
     def demand(self, of_result: Demand) -> Some | None:

@@ -257,9 +257,7 @@ def concatenation(node: fx.Node, dims: Dims) -> Passage | None:
     if dim in dims or any(_rank(part) != _rank(node) for part in parts):
         return None
     place = packed_dim(dim, dims)
-    return Passage(
-        dict.fromkeys(parts, dims), lambda source: torch.cat([source.packed(part) for part in parts], place)
-    )
+    return Passage(dict.fromkeys(parts, dims), lambda source: torch.cat([source.packed(part) for part in parts], place))
 
 
 @works_on(aten.slice)
