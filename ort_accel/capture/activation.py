@@ -62,7 +62,7 @@ class CompiledCall:
 
     def __init__(self, model: nn.Module, backend: Backend) -> None:
         self.backend = backend
-        self._model_call = model._call_impl
+        self._model_call: Callable[..., Any] = model._call_impl
         self._calls: dict[Mode | None, Callable[..., Any]] = {}
         self._open_sizes = OpenSizes() if backend.config.engine.dynamic_shapes == "auto" else None
         self._breaks = GraphBreaks()
@@ -74,6 +74,7 @@ class CompiledCall:
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, UnreadTensor) for leaf in leaves):
             args, kwargs = read_all((args, kwargs))
+            leaves = pytree.tree_leaves((args, kwargs))
         if self._open_sizes is not None:
             self._open_sizes.mark([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         # On every call: a mode or a `requires_grad` that changes leads to a capture, too.

@@ -18,7 +18,7 @@ from ort_accel.capture.features import record_features
 from ort_accel.capture.forward_graph import Tracer, breaks_off
 from ort_accel.capture.randomness import split_dropout
 from ort_accel.capture.refusals import refuse_forbidden
-from ort_accel.capture.skipping import Skipping, SkippingPolicy, hints, tables_of
+from ort_accel.capture.skipping import Skipping, SkippingPolicy, Smaller, hints, tables_of
 from ort_accel.config import Config, load_config
 from ort_accel.lowering.lower_graph import Lowering, lower_graph
 from ort_accel.lowering.program import Program
@@ -69,22 +69,26 @@ class Backend:
         """The graph for the rows that count, or the whole one where there is no gain."""
         policy = self.skipping
         try:
-            tracer = Tracer(inputs)
-            proposal = propose(
-                tracer.trace(module), inputs, policy.wishes, loss_only=policy.loss_only and not self._is_broken
-            )
-            batch, mode = proposal.front(hints(inputs)), policy.mode
-            if mode is None:
-                policy.weigh(proposal, batch)
-                mode = policy.mode
-            if mode is None or not (mode.compact and batch.fits):
-                return Skipping(proposal, policy, self._compile(module, inputs), module, compact=False)
-            smaller, tables = tracer.smaller(module, proposal.write, tables_of(batch))
-        except Exception as error:
+            found = self._smaller(module, inputs)
+        except Exception as error:  # a model that cannot be analysed runs whole, and the report says why
             policy.refused(error)
             return self._compile(module, inputs)
-        policy.unread(len(proposal.unread))
-        return Skipping(proposal, policy, self._compile(smaller, [*inputs, *tables]), module, compact=True)
+        if found.smaller is None:
+            return Skipping(found.proposal, policy, self._compile(module, inputs), module, compact=False)
+        policy.unread(len(found.proposal.unread))
+        compiled = self._compile(found.smaller, [*inputs, *found.tables])
+        return Skipping(found.proposal, policy, compiled, module, compact=True)
+
+    def _smaller(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Smaller:
+        """What can be left out of a graph, and the smaller graph where that is worth it."""
+        policy, tracer = self.skipping, Tracer(inputs)
+        loss_only = policy.loss_only and not self._is_broken
+        proposal = propose(tracer.trace(module), inputs, policy.wishes, loss_only=loss_only)
+        batch = proposal.front(hints(inputs))
+        if not policy.wants_compact(proposal, batch):
+            return Smaller(proposal)
+        tables = tables_of(batch)
+        return Smaller(proposal, tracer.smaller(module, proposal.write, tables), tables)
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         number, self._graphs = self._graphs, self._graphs + 1

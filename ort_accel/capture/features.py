@@ -129,6 +129,7 @@ def record_features(config: Config, runtime: Flavor, settings: SessionSettings, 
     _record_trainers(config, report)
     file = config.observe.report_file
     _record_wish("observe.report_file", f"written to {file} when training ends" if file else "", report)
+    _record_skipping(config, report)
     for path, without in MISSING.items():
         _record_missing(path, without, attrgetter(path)(config), report)
 
@@ -176,6 +177,12 @@ def _record_engine(config: Config, settings: SessionSettings, report: Report) ->
         report.applied("engine.deterministic", "the same seed gives the same bits")
     else:
         report.off("engine.deterministic", "as PyTorch is set" if engine.deterministic == "auto" else "switched off")
+
+
+def _record_skipping(config: Config, report: Report) -> None:
+    """Until the first batch shows what it has."""
+    for path in ("density.labels", "density.padding", "compute.upstream", "compute.loss_only"):
+        report.off(path, "switched off" if attrgetter(path)(config) is False else "no batch has been seen yet")
 
 
 def _record_compute(config: Config, report: Report) -> None:

@@ -1,4 +1,7 @@
-"""The forward graph before autograd: a small ATen graph, traced from what Dynamo captured; private to torch, checked with 2.13."""
+"""The forward graph before autograd: a small ATen graph, traced from what Dynamo captured.
+
+It uses what is private to torch; checked with torch 2.11 to 2.13.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,21 @@ class Tracer:
     """Traces functions on the fake inputs of a graph that Dynamo captured."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        self._mode, self._context = detect_fake_mode(inputs), TracingContext.get()
+        mode, self._context = detect_fake_mode(inputs), TracingContext.get()
+        assert mode is not None
+        self._mode = mode
         self._fakes = [self._fake(item) for item in inputs]
 
     def _fake(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        context = self._context.tensor_to_context.get(value)
-        source = context.tensor_source if context else None  # type: ignore[attr-defined]
+        context = self._context.tensor_to_context.get(value)  # type: ignore[no-untyped-call]
+        source = context.tensor_source if context else None
         return self._mode.from_tensor(value, static_shapes=context is None, symbolic_context=context, source=source)
 
     def smaller(
         self, module: fx.GraphModule, write: Callable[[Sequence[Any]], Any], tables: Sequence[Tensor]
-    ) -> tuple[fx.GraphModule, Sequence[Tensor]]:
+    ) -> fx.GraphModule:
         """The graph that `write` writes from the inputs and the tables, in the place of the one that was captured."""
         fakes = [self.table(f"rows_{number}", table) for number, table in enumerate(tables)]
         smaller = self.trace(lambda *arguments: write(arguments), fakes)
@@ -47,7 +52,7 @@ class Tracer:
             node._dynamo_source = getattr(source, "_dynamo_source", None)
             if source is not None and "tensor_dict" in source.meta:
                 node.meta["tensor_dict"] = source.meta["tensor_dict"]
-        return smaller, tables
+        return smaller
 
     def table(self, name: str, value: Tensor) -> Tensor:
         """A fake for one more input, whose first dimension has a size of its own; the value is its example."""
@@ -59,7 +64,7 @@ class Tracer:
             shape_env_to_source_to_symbol_cache={},
         )
         self._context.tensor_to_context[value] = context
-        return self._mode.from_tensor(value, symbolic_context=context, source=source)  # type: ignore[no-any-return]
+        return self._mode.from_tensor(value, symbolic_context=context, source=source)
 
     def trace(self, function: Callable[..., Any], more: Sequence[Tensor] = ()) -> fx.GraphModule:
         """The graph of a function of the inputs and the tables."""

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from ort_accel.capture.eager_again import EagerAgain
 from ort_accel.config import Config
+from ort_accel.config.values import Switch
 from ort_accel.errors import OrtAccelError
 from ort_accel.lowering.nodes import returned
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
@@ -73,14 +74,20 @@ class SkippingPolicy:
         always = True in (self.config.density.labels, self.config.density.padding)
         return Mode(always or self._needed / self._work < self.config.density.threshold, self.loss_only)
 
-    def weigh(self, proposal: Proposal, batch: Batch) -> None:
+    def wants_compact(self, proposal: Proposal, batch: Batch) -> bool:
+        """Whether to compile the smaller graph now; the first batch decides where none has been seen."""
+        if not self._work:
+            self._weigh(proposal, batch)
+        return batch.fits and self.mode is not None and self.mode.compact
+
+    def _weigh(self, proposal: Proposal, batch: Batch) -> None:
         """Take the work that a batch needs into account."""
         self._work = MEMORY * self._work + proposal.work
         self._needed = MEMORY * self._needed + proposal.needed(batch)
 
     def ran(self, proposal: Proposal, batch: Batch, compact: bool) -> None:
         """Take a batch into account that is run for some of its rows, or for all."""
-        self.weigh(proposal, batch)
+        self._weigh(proposal, batch)
         self._batches += 1
         self.report.counters[f"batches run on {'some' if compact else 'all'} rows"] += 1
         if not batch.fits:
@@ -95,15 +102,20 @@ class SkippingPolicy:
             self._record()
 
     def _record(self) -> None:
-        for feature, (kept, whole) in self._seen.items():
-            said = f"{kept / max(whole, 1):.0%} of the rows computed, over {self._batches} batches"
-            self.report.applied(feature, said)
+        for feature, _ in self._wanted():
+            if feature in self._seen:
+                kept, whole = self._seen[feature]
+                said = f"{kept / max(whole, 1):.0%} of the rows count, over {self._batches} batches"
+                self.report.applied(feature, said)
+            else:
+                self.report.off(feature, "no part of this model has such rows")
 
     def was_read(self) -> None:
         """The script reads what was not computed: from now on it is."""
         if self.config.compute.loss_only is True:
             raise OrtAccelError(
-                "compute.loss_only is true, and the script reads the model's logits in training; set it to auto or false"
+                "compute.loss_only is true, and the script reads the model's logits in training; "
+                "set it to auto or false"
             )
         if self.loss_only:
             LOG.info("the script reads the model's logits in training: they are computed from the next step on")
@@ -112,19 +124,32 @@ class SkippingPolicy:
 
     def refused(self, error: Exception) -> None:
         """A graph is left whole."""
-        what = (
-            str(error) if isinstance(error, NothingToSkip) else f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        )
-        for feature, wanted in zip(
-            FEATURES, (self.wishes.labels, self.wishes.padding, self.wishes.upstream), strict=True
-        ):
-            if wanted and feature not in self._seen:
+        first_line = (str(error).splitlines() or [""])[0]
+        what = first_line if isinstance(error, NothingToSkip) else f"{type(error).__name__}: {first_line}"
+        for feature, wish in self._wanted():
+            if wish is True and feature.startswith("density"):
+                raise OrtAccelError(f"{feature} is true, but no row can be left out: {what}") from error
+            if feature not in self._seen:
                 self.report.refused(feature, what)
+
+    def _wanted(self) -> list[tuple[str, Switch]]:
+        """Features that are not switched off, with what is wished."""
+        wishes = (self.config.density.labels, self.config.density.padding, self.config.compute.upstream)
+        return [(name, wish) for name, wish in zip(FEATURES, wishes, strict=True) if wish is not False]
 
     def unread(self, count: int) -> None:
         """So many outputs are not computed unless they are read."""
         if self.loss_only and count:
             self.report.applied("compute.loss_only", "logits are computed only if the script reads them")
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """What can be left out of a graph; with the smaller graph and its additional inputs, where that is worth it."""
+
+    proposal: Proposal
+    smaller: fx.GraphModule | None = None
+    tables: Sequence[Tensor] = ()
 
 
 class Skipping:

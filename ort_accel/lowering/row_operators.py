@@ -6,13 +6,14 @@ rows, in order and without repetition, and `places` is its inverse: for every pl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library, register_autograd, register_fake
 
-LIBRARY = Library("ort_accel", "DEF")
+LIBRARY: Any = Library("ort_accel", "DEF")  # type: ignore[no-untyped-call]
 
 LIBRARY.define("rows_of(Tensor source, Tensor rows, Tensor places) -> Tensor")
 LIBRARY.define("rows_into(Tensor source, Tensor rows, Tensor places, SymInt count) -> Tensor")
@@ -125,23 +126,28 @@ for _name, _kernel in {
     LIBRARY.impl(_name, _kernel, "CPU")
 
 
-@register_fake("ort_accel::rows_of")
+def _described(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register what gives an operator's results in form only."""
+    return register_fake(name)  # type: ignore[no-any-return]  # torch leaves it untyped
+
+
+@_described("ort_accel::rows_of")
 def _(source: Tensor, rows: Tensor, places: Tensor) -> Tensor:
     return source.new_empty((rows.shape[0], *source.shape[1:]))
 
 
-@register_fake("ort_accel::rows_into")
+@_described("ort_accel::rows_into")
 def _(source: Tensor, rows: Tensor, places: Tensor, count: int) -> Tensor:
     return source.new_empty((count, *source.shape[1:]))
 
 
-@register_fake("ort_accel::scaled_dot_product_of_rows")
+@_described("ort_accel::scaled_dot_product_of_rows")
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     out = query.new_empty((*query.shape[:2], value.shape[2]))
     return out, query.new_empty(query.shape[:2], dtype=torch.float32)
 
 
-@register_fake("ort_accel::scaled_dot_product_of_rows_backward")
+@_described("ort_accel::scaled_dot_product_of_rows_backward")
 def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = (item.new_empty(item.shape) for item in (query, key, value))
     return query, key, value

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ort_accel.lowering.nodes import is_part, is_random, is_view, op_name, returned, writes
+from ort_accel.lowering.nodes import is_part, is_view, op_name, returned, user_line, writes
 from ort_accel.lowering.sizes import expression
 from ort_accel.rewrite.labels import Loss, loss_in
 from ort_accel.rewrite.padding import Attention, attention_in
-from ort_accel.rewrite.rows import Demand, Everything, Some, has_keys, join
+from ort_accel.rewrite.rows import Demand, Everything, Some, join
 from ort_accel.rewrite.tokens import Passage, passage, value_of
 from ort_accel.rewrite.upstream import chosen, sliced
 
@@ -81,7 +81,7 @@ class _Search:
 
     def _some(self, node: fx.Node, demand: Some) -> None:
         if is_part(node):
-            self._read[node.args[0]].append(demand)  # type: ignore[index]
+            self._read[node.args[0]].append(demand)
             return
         attention = attention_in(node)
         if attention and attention.demand(demand):
@@ -89,7 +89,7 @@ class _Search:
             return
         step = sliced(node, demand) if self._wishes.upstream or self._wishes.labels else None
         if step and isinstance(step[1], Some):
-            self._read[node.args[0]].append(step[1])  # type: ignore[index]
+            self._read[node.args[0]].append(step[1])
             return
         how = passage(node, demand.dims)
         if how is None:
@@ -161,10 +161,6 @@ def writes_into_inputs(graph: fx.Graph) -> bool:
 
 
 def place_of(node: fx.Node) -> str:
-    """The user's line that made a node."""
-    lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
-    places = [line for line in lines if line.startswith("File ")]
-    return f", {places[-1].removeprefix('File ')}" if places else ""
-
-
-__all__ = ["Demands", "Wishes", "find_demands", "has_keys", "is_random", "writes_into_inputs"]
+    """The user's line that made a node, as the end of a sentence."""
+    line = user_line(node)
+    return f" ({line})" if line else ""

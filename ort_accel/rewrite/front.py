@@ -197,7 +197,7 @@ class _Look:
         if attention.is_causal:
             square = torch.ones(self._size(expression(queries)), self._size(expression(keys)), dtype=torch.bool)
             found = found & square.tril()
-        return found[(None,) * (4 - found.ndim)].any(1)  # type: ignore[no-any-return]
+        return found[(None,) * (4 - found.ndim)].any(1)
 
     def _by_sequence(self, attention: Attention, keep: Tensor) -> Tensor:
         return keep.view(self._size(expression(value_of(attention.query).shape[0])), -1)
@@ -289,13 +289,13 @@ class _Writer:
             return self._copies.get(mask)
         packet = getattr(mask.target, "overloadpacket", None)
         if packet is aten.where and _is_low(mask.args[2], low):
-            return self._copies.get(mask.args[0])  # type: ignore[arg-type]
+            return self._copies.get(mask.args[0])
         if packet is aten.masked_fill and _is_low(mask.args[2], low) and mask.args[1] in self._copies:
-            return self._call(aten.logical_not.default, self._copies[mask.args[1]])  # type: ignore[index]
+            return self._call(aten.logical_not.default, self._copies[mask.args[1]])
         if packet in {aten.contiguous, aten.clone, aten.to}:
-            return self._allows(mask.args[0])  # type: ignore[arg-type]
+            return self._allows(mask.args[0])
         if packet is aten.add and all(isinstance(item, fx.Node) for item in mask.args):
-            found = [node for node in map(self._allows, mask.args) if node is not None]  # type: ignore[arg-type]
+            found = [node for node in map(self._allows, mask.args) if node is not None]
             return self._call(aten.logical_and.default, *found) if len(found) == 2 else next(iter(found), None)
         return self._call(aten.gt.Scalar, self._copies[mask], low) if self.is_known(mask) else None
 

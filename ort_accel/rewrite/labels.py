@@ -40,14 +40,14 @@ class Loss:
         given = {name: dense(item) for name, item in self.node.kwargs.items()}
         if self.node.target in {aten.nll_loss2d.default}:
             return aten.nll_loss.default(*arguments, **given)
-        return self.node.target(*arguments, **given)  # type: ignore[operator, no-any-return]
+        return self.node.target(*arguments, **given)
 
 
 def loss_in(node: fx.Node) -> Loss | None:
     """The loss that a node is; None where it is no such loss, or where its labels are probabilities."""
     if getattr(node.target, "overloadpacket", None) not in LOSSES:
         return None
-    given = {argument.name: argument.default_value for argument in node.target._schema.arguments}  # type: ignore[union-attr]
+    given = {argument.name: argument.default_value for argument in node.target._schema.arguments}
     given |= dict(zip(given, node.args, strict=False)) | node.kwargs
     scores, target = given["self"], given["target"]
     rank, labels, ignored = value_of(scores).ndim, value_of(target), given["ignore_index"]

@@ -75,13 +75,13 @@ class Packing(fx.Interpreter):
         if self._chooses(node):
             return self._chosen(node)
         args, kwargs = (fx.map_arg(item, self._dense) for item in (node.args, node.kwargs))
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return node.target(*args, **kwargs)
 
     def _packed_call(self, node: fx.Node) -> Packed:
         some, rows = self._demands.rows(node), self._plan.set_of[node]
         assert some is not None
         if is_part(node):
-            whole = self.env[node.args[0]]  # type: ignore[index]
+            whole = self.env[node.args[0]]
             return Packed(self._at(Packed(whole.tensor[node.args[1]], whole.dims, whole.rows), rows), some.dims, rows)
         attention = self._demands.attentions.get(node)
         if attention:
@@ -120,7 +120,7 @@ class Packing(fx.Interpreter):
 
     def _pack(self, dense: Tensor, dims: Dims, rows: RowSet) -> Tensor:
         flat = dense.permute([*dims, *rest_of(dense.ndim, dims)]).flatten(0, len(dims) - 1)
-        return own.rows_of(flat, self.rows(rows), self.places(rows))  # type: ignore[no-any-return]
+        return own.rows_of(flat, self.rows(rows), self.places(rows))
 
     def _at(self, value: Packed, rows: RowSet) -> Any:
         """A packed value for other rows: a part of its own."""
@@ -135,11 +135,11 @@ class Packing(fx.Interpreter):
 
     def rows(self, rows: RowSet) -> Tensor:
         """The places of the rows of a set."""
-        return self._tables[rows.number]  # type: ignore[no-any-return]
+        return self._tables[rows.number]
 
     def places(self, rows: RowSet) -> Tensor:
         """For every place, its number in a set, or -1."""
-        return self._tables[len(self._plan.sets) + rows.number]  # type: ignore[no-any-return]
+        return self._tables[len(self._plan.sets) + rows.number]
 
     def coordinates(self, node: fx.Node, dims: Dims, axis: int, rows: RowSet) -> Tensor:
         """Where each row of a set stands along one axis."""
@@ -150,7 +150,7 @@ class Packing(fx.Interpreter):
             for size in sizes[:axis:-1]:
                 found = torch.div(found, size, rounding_mode="floor")
             self._known[key] = torch.remainder(found, sizes[axis]) if axis else found
-        return self._known[key]  # type: ignore[no-any-return]
+        return self._known[key]
 
     # Operators with rules of their own
 
@@ -164,17 +164,17 @@ class Packing(fx.Interpreter):
         if loss.reduction != 0:
             return value
         losses = own.rows_into(value, self.rows(rows), self.places(rows), self.size(rows.count))
-        return losses.reshape([self.size(expression(size)) for size in value_of(node).shape])  # type: ignore[no-any-return]
+        return losses.reshape([self.size(expression(size)) for size in value_of(node).shape])
 
     def _chooses(self, node: fx.Node) -> bool:
-        return node.target is aten.select.int and isinstance(self.env.get(node.args[0]), Packed)  # type: ignore[arg-type]
+        return node.target is aten.select.int and isinstance(self.env.get(node.args[0]), Packed)
 
     def _chosen(self, node: fx.Node) -> Tensor:
         """One token of each sequence, from packed tokens."""
         given, _, index = node.args
-        value: Packed = self.env[given]  # type: ignore[index]
-        batch, length = (self.size(expression(size)) for size in value_of(given).shape[:2])  # type: ignore[arg-type]
-        start = index if index >= 0 else length + index  # type: ignore[operator]
+        value: Packed = self.env[given]
+        batch, length = (self.size(expression(size)) for size in value_of(given).shape[:2])
+        start = index if index >= 0 else length + index
         wanted = torch.arange(batch) * length + start
         numbers = self.places(value.rows).index_select(0, wanted)
         return self._take(value, numbers, batch)
@@ -183,7 +183,7 @@ class Packing(fx.Interpreter):
         """Rows by their numbers; no row is taken twice."""
         size = value.tensor.shape[0]
         back = torch.full([size], -1, dtype=torch.long).index_copy(0, numbers, torch.arange(count))
-        return own.rows_of(value.tensor, numbers, back)  # type: ignore[no-any-return]
+        return own.rows_of(value.tensor, numbers, back)
 
     def _of_slice(self, node: fx.Node, dims: Dims, rows: RowSet) -> Tensor:
         """Rows of a slice, taken from what it is a slice of."""
@@ -201,10 +201,10 @@ class Packing(fx.Interpreter):
         if not isinstance(value, Packed):
             dense = value.permute([*dims, *rest_of(value.ndim, dims)]).flatten(0, len(dims) - 1)
             whole = torch.full([dense.shape[0]], -1, dtype=torch.long)
-            return own.rows_of(dense, flat, whole.index_copy(0, flat, self._numbers(rows)))  # type: ignore[no-any-return]
+            return own.rows_of(dense, flat, whole.index_copy(0, flat, self._numbers(rows)))
         numbers = self.places(value.rows).index_select(0, flat)
         back = torch.full([value.tensor.shape[0]], -1, dtype=torch.long)
-        return own.rows_of(value.tensor, numbers, back.index_copy(0, numbers, self._numbers(rows)))  # type: ignore[no-any-return]
+        return own.rows_of(value.tensor, numbers, back.index_copy(0, numbers, self._numbers(rows)))
 
     def _numbers(self, rows: RowSet) -> Tensor:
         return torch.arange(self.rows(rows).shape[0])
@@ -215,11 +215,11 @@ class Packing(fx.Interpreter):
         rows, some = self._plan.set_of.get(node), self._demands.rows(node)
         how = self._demands.passages.get(node)
         value = how.make(_Inputs(self, node, rows, how.needs)) if how and rows else None
-        if training and probability > 0:  # type: ignore[operator]
-            mask = self._mask(value_of(given), 1 - probability)  # type: ignore[arg-type, operator]
+        if training and probability > 0:
+            mask = self._mask(value_of(given), 1 - probability)
             if rows and some:
                 kept = self._pack(mask, some.dims, rows)
-                scale = 1 / (1 - probability) if probability < 1 else 0.0  # type: ignore[operator]
+                scale = 1 / (1 - probability) if probability < 1 else 0.0
                 value = value * (kept.to(value.dtype) * scale)
         return Packed(value, some.dims, rows) if rows and some else None
 
@@ -244,22 +244,22 @@ class Packing(fx.Interpreter):
         key, value = (self.packed(item, (0, 2), keys) for item in (attention.key, attention.value))
         mask = None if attention.mask is None else self._dense(attention.mask)
         rows = self.rows(queries), self.rows(keys)
-        return own.scaled_dot_product_of_rows(query, key, value, spans, *rows, mask, attention.scale)[0]  # type: ignore[no-any-return]
+        return own.scaled_dot_product_of_rows(query, key, value, spans, *rows, mask, attention.scale)[0]
 
     def _attend_densely(self, attention: Attention, queries: RowSet) -> Tensor:
         """With zeros where nothing was computed, which are not looked at."""
         args, kwargs = (fx.map_arg(item, self._dense) for item in (attention.node.args, attention.node.kwargs))
         dense = aten.scaled_dot_product_attention.default(*args, **kwargs)
-        return own.rows_of(flat_heads(dense), self.rows(queries), self.places(queries))  # type: ignore[no-any-return]
+        return own.rows_of(flat_heads(dense), self.rows(queries), self.places(queries))
 
     # Sizes
 
     def _learn(self, inputs: Sequence[Any]) -> None:
-        for node, value in zip(self.module.graph.find_nodes(op="placeholder"), inputs, strict=True):  # type: ignore[union-attr]
+        for node, value in zip(self.module.graph.find_nodes(op="placeholder"), inputs, strict=True):
             known = node.meta.get("val")
             if isinstance(known, torch.SymInt):
                 self._symbols.setdefault(str(expression(known)), value)
-        for node, value in zip(self.module.graph.find_nodes(op="placeholder"), inputs, strict=True):  # type: ignore[union-attr]
+        for node, value in zip(self.module.graph.find_nodes(op="placeholder"), inputs, strict=True):
             known = node.meta.get("val")
             if isinstance(known, Tensor):
                 for dim, size in enumerate(known.shape):

@@ -65,7 +65,8 @@ def attention_in(node: fx.Node) -> Attention | None:
     if mask is not None and value_of(mask).ndim != 4:
         return None
     causal, dropout = given.get("is_causal", False), given.get("dropout_p", 0.0)
-    return Attention(node, *parts, mask, dropout, causal, given.get("scale"))
+    query, key, value = parts
+    return Attention(node, query, key, value, mask, dropout, causal, given.get("scale"))
 
 
 def flat_heads(dense: Tensor) -> Tensor:

@@ -11,12 +11,12 @@ from torch import Tensor, fx
 
 from ort_accel.lowering.flops import flops
 from ort_accel.lowering.nodes import is_view, returned
-from ort_accel.rewrite.demand import Demands, Everything, Wishes, find_demands, writes_into_inputs
+from ort_accel.rewrite.demand import Demands, Wishes, find_demands, writes_into_inputs
 from ort_accel.rewrite.front import Batch, Front
 from ort_accel.rewrite.gradients import has_gradient, mark_gradients
 from ort_accel.rewrite.packing import Packing
 from ort_accel.rewrite.plan import Plan, RowSet, has_labels, make_plan
-from ort_accel.rewrite.rows import has_keys
+from ort_accel.rewrite.rows import Everything, has_keys
 
 
 class NothingToSkip(Exception):

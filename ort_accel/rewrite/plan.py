@@ -12,7 +12,7 @@ from torch import fx
 from ort_accel.lowering.sizes import expression
 from ort_accel.rewrite.demand import Demands
 from ort_accel.rewrite.padding import Attention
-from ort_accel.rewrite.rows import Atom, Extent, Keys, Labelled, Lifted, Shifted, Some, has_keys
+from ort_accel.rewrite.rows import Atom, Extent, Keys, Labelled, Lifted, Shifted, has_keys
 from ort_accel.rewrite.tokens import value_of
 
 
@@ -98,6 +98,3 @@ class _Groups:
 def has_labels(atom: Atom) -> bool:
     """Whether labels decide on an atom."""
     return isinstance(atom, Labelled) or (isinstance(atom, Shifted | Lifted) and has_labels(atom.inner))
-
-
-__all__ = ["Plan", "RowSet", "Some", "has_labels", "make_plan"]

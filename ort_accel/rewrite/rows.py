@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
+from typing import TypeAlias
 
 import sympy
 from torch import fx
 
-Extent = int | sympy.Expr
+Extent: TypeAlias = int | sympy.Expr
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def passage(node: fx.Node, dims: Dims) -> Passage | None:
     rule = RULES.get(packet)
     if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
         rule = elementwise
-    if rule is None or getattr(node.target, "_schema", None) is None or node.target._schema.is_mutable:  # type: ignore[union-attr]
+    if rule is None or getattr(node.target, "_schema", None) is None or node.target._schema.is_mutable:
         return None
     return rule(node, dims)
 
@@ -144,7 +144,7 @@ def elementwise(node: fx.Node, dims: Dims) -> Passage | None:
                 return _operand(source, item, result, dims)
             return source.dense(item)
 
-        return node.target(*fx.map_arg(node.args, convert), **fx.map_arg(node.kwargs, convert))  # type: ignore[operator]
+        return node.target(*fx.map_arg(node.args, convert), **fx.map_arg(node.kwargs, convert))
 
     return Passage(full, make)
 
@@ -159,7 +159,7 @@ def _unary(node: fx.Node, full: dict[fx.Node, Dims]) -> Passage | None:
     if given not in full:
         return None
     dtype = value_of(node).dtype
-    return Passage({given: full[given]}, lambda source: source.packed(given).to(dtype))  # type: ignore[arg-type, index]
+    return Passage({given: full[given]}, lambda source: source.packed(given).to(dtype))
 
 
 def _one(node: fx.Node, dims: Dims, make: Callable[[Source, Tensor], Any]) -> Passage:
@@ -177,7 +177,7 @@ def linear(node: fx.Node, dims: Dims) -> Passage | None:
     given: Any = node.args[0]
     if _rank(given) - 1 in dims or _rank(node) != _rank(given):
         return None
-    return _one(node, dims, lambda source, x: node.target(x, *map(source.dense, node.args[1:])))  # type: ignore[operator]
+    return _one(node, dims, lambda source, x: node.target(x, *map(source.dense, node.args[1:])))
 
 
 @works_on(aten.mm, aten.matmul)
@@ -195,9 +195,9 @@ def added_product(node: fx.Node, dims: Dims) -> Passage | None:
         return None
 
     def make(source: Source) -> Tensor:
-        return aten.addmm.default(source.dense(bias), source.packed(given), source.dense(weight))  # type: ignore[arg-type]
+        return aten.addmm.default(source.dense(bias), source.packed(given), source.dense(weight))
 
-    return Passage({given: dims}, make)  # type: ignore[dict-item]
+    return Passage({given: dims}, make)
 
 
 @works_on(aten.layer_norm, aten.rms_norm)
@@ -205,7 +205,7 @@ def norm(node: fx.Node, dims: Dims) -> Passage | None:
     shape: Any = node.args[1]
     if max(dims) >= _rank(node) - len(shape):
         return None
-    return _one(node, dims, lambda source, x: node.target(x, *map(source.dense, node.args[1:]), **node.kwargs))  # type: ignore[operator]
+    return _one(node, dims, lambda source, x: node.target(x, *map(source.dense, node.args[1:]), **node.kwargs))
 
 
 @works_on(aten.embedding)
@@ -215,9 +215,9 @@ def embedding(node: fx.Node, dims: Dims) -> Passage | None:
         return None
 
     def make(source: Source) -> Tensor:
-        return aten.embedding.default(source.dense(weight), source.packed(ids), *more)  # type: ignore[arg-type]
+        return aten.embedding.default(source.dense(weight), source.packed(ids), *more)
 
-    return Passage({ids: dims}, make)  # type: ignore[dict-item]
+    return Passage({ids: dims}, make)
 
 
 @works_on(aten.softmax, aten.log_softmax, aten._softmax, aten._log_softmax, aten.cumsum, aten.glu)
@@ -227,13 +227,13 @@ def along_one_dimension(node: fx.Node, dims: Dims) -> Passage | None:
     if not isinstance(dim, int) or dim % rank in dims:
         return None
     more, place = node.args[2:], packed_dim(dim % rank, dims)
-    return _one(node, dims, lambda source, x: node.target(x, place, *more, **node.kwargs))  # type: ignore[operator]
+    return _one(node, dims, lambda source, x: node.target(x, place, *more, **node.kwargs))
 
 
 @works_on(aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, aten.logsumexp, aten.norm, aten.argmax)
 def reduction(node: fx.Node, dims: Dims) -> Passage | None:
     given: Any = node.args[0]
-    schema = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    schema = [argument.name for argument in node.target._schema.arguments]
     if "dim" not in schema or schema.index("dim") != 1 or len(node.args) < 2 or node.args[1] is None:
         return None
     rank = _rank(given)
@@ -246,7 +246,7 @@ def reduction(node: fx.Node, dims: Dims) -> Passage | None:
     places: Any = [packed_dim(dim, inner) for dim in over]
     places = places if isinstance(wish, list | tuple) else places[0]
     more = node.args[2:]
-    return _one(node, inner, lambda source, x: node.target(x, places, *more, **node.kwargs))  # type: ignore[operator]
+    return _one(node, inner, lambda source, x: node.target(x, places, *more, **node.kwargs))
 
 
 @works_on(aten.cat)
@@ -262,9 +262,10 @@ def concatenation(node: fx.Node, dims: Dims) -> Passage | None:
 
 @works_on(aten.slice)
 def part(node: fx.Node, dims: Dims) -> Passage | None:
-    _, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    given: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
+    dim, start, end, step = given
     rank = _rank(node)
-    dim = int(dim) % rank  # type: ignore[arg-type]
+    dim = int(dim) % rank
     if is_whole(node):
         return _one(node, dims, lambda source, x: x)
     if dim in dims:
@@ -282,7 +283,7 @@ def is_whole(node: fx.Node) -> bool:
 @works_on(aten.select)
 def selection(node: fx.Node, dims: Dims) -> Passage | None:
     given, dim, index = node.args
-    dim = int(dim) % _rank(given)  # type: ignore[arg-type]
+    dim = int(dim) % _rank(given)
     inner = tuple(d + (d >= dim) for d in dims)
     place = packed_dim(dim, inner)
     return _one(node, inner, lambda source, x: x.select(place, source.dense(index)))
@@ -290,7 +291,7 @@ def selection(node: fx.Node, dims: Dims) -> Passage | None:
 
 @works_on(aten.split, aten.split_with_sizes, aten.chunk, aten.unbind)
 def parts(node: fx.Node, dims: Dims) -> Passage | None:
-    schema = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    schema = [argument.name for argument in node.target._schema.arguments]
     at = schema.index("dim")
     given: Any = node.args[0]
     dim: Any = node.args[at] if len(node.args) > at else 0
@@ -299,7 +300,7 @@ def parts(node: fx.Node, dims: Dims) -> Passage | None:
     if dim in inner:
         return None
     place, between = packed_dim(dim, inner), node.args[1:at]
-    return _one(node, inner, lambda source, x: node.target(x, *between, place))  # type: ignore[operator]
+    return _one(node, inner, lambda source, x: node.target(x, *between, place))
 
 
 @works_on(aten.dropout, aten.native_dropout)
@@ -331,13 +332,13 @@ def order_of(node: fx.Node) -> list[int]:
         return [dim % rank for dim in wish]
     first, second = node.args[1:] if node.target is aten.transpose.int else (0, max(rank - 1, 0))
     order = list(range(rank))
-    order[int(first)], order[int(second)] = order[int(second)], order[int(first)]  # type: ignore[arg-type]
+    order[int(first)], order[int(second)] = order[int(second)], order[int(first)]
     return order
 
 
 @works_on(aten.unsqueeze)
 def unsqueezed(node: fx.Node, dims: Dims) -> Passage | None:
-    dim = int(node.args[1]) % _rank(node)  # type: ignore[arg-type]
+    dim = int(node.args[1]) % _rank(node)
     if dim in dims:
         return None
     inner = tuple(d - (d > dim) for d in dims)
