@@ -14,6 +14,7 @@ from ort_accel.capture.activation import CompiledCall
 from ort_accel.capture.backend import Backend
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
+from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.logs import LOG, configure
 from ort_accel.observe.report_file import ReportFile
 from ort_accel.observe.report_file import save_report as write_report
@@ -98,6 +99,12 @@ def report_file_of(model: nn.Module) -> ReportFile | None:
     """The file that `observe.report_file` names for an accelerated model; None for any other model."""
     call = _call_of(model)
     return None if call is None else call.backend.report_file
+
+
+def inspector_of(model: nn.Module) -> DensityInspector | None:
+    """What looks at the batches of an accelerated model, where `density.inspect` asks for it."""
+    call = _call_of(model)
+    return None if call is None else call.backend.inspector
 
 
 def _call_of(model: nn.Module) -> CompiledCall | None:

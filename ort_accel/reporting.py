@@ -143,6 +143,51 @@ class LoadBalance:
     waiting_after: float
 
 
+@dataclass(frozen=True)
+class InputDensity:
+    """How much of one input of one batch counts."""
+
+    step: int
+    kind: str
+    """EMBED for tokens, LABEL for labels."""
+    name: str
+    pad: int | None
+    """What stands where nothing counts, if that is known."""
+    valid: int
+    total: int
+    rows: tuple[int, ...]
+    """How many count in each row."""
+
+    @property
+    def density(self) -> float:
+        """The share that counts."""
+        return self.valid / self.total
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of making batches, and what it computes for all that were looked at."""
+
+    name: str
+    flops: float
+    """Estimated, of forward and backward."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What batches hold, and what that means."""
+
+    rows: list[InputDensity]
+    """Of the batches since the table before."""
+    batches: int
+    """From how many batches the rest is worked out."""
+    ways: list[Way]
+    """Dense first; the last one computes only what counts."""
+    processes: int
+    waiting: tuple[float, float] | None
+    """The share of time that so many processes would wait for the slowest, as batches came and with load balancing."""
+
+
 class Watcher(Protocol):
     """Is told what is being done while it is done."""
 
@@ -171,6 +216,7 @@ class Report:
     series: dict[str, Series] = field(default_factory=dict)
     """Figures over the steps, under the names that they have in a Trainer's log."""
     load_balance: LoadBalance | None = None
+    inspection: Inspection | None = None
     watchers: list[Watcher] = field(default_factory=list, repr=False, compare=False)
     _fallbacks: Counter[tuple[str, Reason, str]] = field(default_factory=Counter)
     _places: dict[tuple[str, Reason, str], str] = field(default_factory=dict)
@@ -249,5 +295,6 @@ class Report:
             "notes": list(self.notes),
             "series": {name: [asdict(point) for point in series.points] for name, series in self.series.items()},
             "load_balance": asdict(self.load_balance) if self.load_balance else None,
+            "inspection": asdict(self.inspection) if self.inspection else None,
             "config": dict(self.config),
         }

@@ -59,7 +59,7 @@ class CompiledCall:
     """What a module runs when it is called. Lives in the module's slot for `nn.Module.compile`."""
 
     def __init__(self, model: nn.Module, backend: Backend) -> None:
-        self.backend = backend
+        self.backend, self._model = backend, model
         entry = own_entry(model._call_impl)
         self._call: Callable[..., Any] = torch.compile(entry, backend=backend, dynamic=_dynamic(backend))
         self._open_sizes = OpenSizes() if backend.config.engine.dynamic_shapes == "auto" else None
@@ -69,6 +69,8 @@ class CompiledCall:
         if torch.compiler.is_compiling():
             return self._call(*args, **kwargs)
         self.backend.progress.call()
+        if self.backend.inspector is not None:
+            self.backend.inspector.call(self._model, args, kwargs)
         if self._open_sizes is not None:
             leaves = pytree.tree_leaves((args, kwargs))
             self._open_sizes.mark([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])

@@ -20,6 +20,7 @@ from ort_accel.capture.refusals import refuse_forbidden
 from ort_accel.config import Config, load_config
 from ort_accel.lowering.lower_graph import Lowering, lower_graph
 from ort_accel.lowering.program import Program
+from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.logs import configure
 from ort_accel.observe.progress import Progress
 from ort_accel.observe.report_file import ReportFile
@@ -38,8 +39,9 @@ class Backend:
         self.config, self.report = config, report
         runtime, settings = chosen_runtime(config), session_settings(config)
         record_features(config, runtime, settings, report)
-        configure(config.observe.log_level)
-        self.progress = Progress(report, config.observe.log_level)
+        level = config.observe.log_level
+        configure(level)
+        self.progress = Progress(report, level)
         self.policy = FallbackPolicy(config, report)
         self.lowering = Lowering(
             sessions=Sessions(settings, self._cache(runtime, settings), self._folder()),
@@ -51,6 +53,8 @@ class Backend:
         )
         self._graphs = 0
         self.report_file = self._report_file()
+        inspect = config.density.inspect
+        self.inspector = DensityInspector(report, config.density.inspect_every, level) if inspect else None
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         refuse_forbidden(module, self.config.engine)

@@ -54,6 +54,8 @@ OBEYED = (
     "distributed.load_balancing.random_level",
     "distributed.load_balancing.seed",
     "distributed.load_balancing.drop_last",
+    "density.inspect",
+    "density.inspect_every",
     "observe.log_level",
     "observe.report_file",
     "observe.activation_statistics",
@@ -78,7 +80,6 @@ MISSING: dict[str, Any] = {
     "memory.external_allocator": False,
     "density.labels": False,
     "density.padding": False,
-    "density.inspect": False,
     "optimizer.step_in_backward": False,
     "distributed.zero3": False,
     "observe.memory_stats": False,
@@ -96,7 +97,6 @@ FIXED = (
     "memory.probe",
     "memory.offload",
     "density.threshold",
-    "density.inspect_every",
 )
 """Keys that nothing reads in this version, so that only their default is true."""
 
@@ -127,6 +127,8 @@ def record_features(config: Config, runtime: Flavor, settings: SessionSettings, 
     _record_compute(config, report)
     _record_optimizer(config, report)
     _record_trainers(config, report)
+    every = f"the density table, every {config.density.inspect_every} batches" if config.density.inspect else ""
+    _record_wish("density.inspect", every, report)
     file = config.observe.report_file
     _record_wish("observe.report_file", f"written to {file} when training ends" if file else "", report)
     for path, without in MISSING.items():

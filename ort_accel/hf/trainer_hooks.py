@@ -14,13 +14,16 @@ from typing import Any, Protocol
 from transformers import Trainer
 
 from ort_accel.hf.checkpoint import save_whole
-from ort_accel.hf.metrics import StepMetrics
 
 
 class HasMetrics(Protocol):
     """What the hooks need of a callback."""
 
-    metrics: StepMetrics
+    def see(self, model: Any, inputs: Mapping[str, Any]) -> None:
+        """A batch is about to be trained on."""
+
+    def figures(self) -> Mapping[str, float]:
+        """What stands beside the loss in the log."""
 
 
 @cache
@@ -56,7 +59,7 @@ def _logging(original: Callable[..., None], ours: _Finder) -> Callable[..., None
     def log(self: Trainer, logs: dict[str, float], start_time: float | None = None) -> None:
         callback = ours(self)
         if callback is not None and "loss" in logs:
-            logs.update(callback.metrics.take())
+            logs.update(callback.figures())
         original(self, logs, start_time)
 
     return log
@@ -66,7 +69,7 @@ def _training(original: Callable[..., Any], ours: _Finder) -> Callable[..., Any]
     def step(self: Trainer, model: Any, inputs: Mapping[str, Any], *more: Any, **named: Any) -> Any:
         callback = ours(self)
         if callback is not None:
-            callback.metrics.see(inputs)
+            callback.see(self.model, inputs)
         return original(self, model, inputs, *more, **named)
 
     return step

@@ -9,9 +9,10 @@ from typing import Any
 
 from ort_accel.observe.axes import short
 from ort_accel.observe.charts import Line, bar_chart, line_chart
+from ort_accel.observe.density_table import HEADINGS, NUMBERS, balancing, cells, meanings
 from ort_accel.observe.feature_table import KINDS, WORDS, percent
 from ort_accel.observe.page import COLOURS, Content, Markup, figures, folded, joined, page, table, tag
-from ort_accel.reporting import Reason, Runner, State
+from ort_accel.reporting import InputDensity, Inspection, Reason, Runner, State, Way
 
 Data = Mapping[str, Any]
 """What `Report.to_dict` gives."""
@@ -22,6 +23,7 @@ _SERIES = {
     _STEP_TIME: ("Seconds of each step; the first ones compile", "seconds"),
     "ort/tokens_per_s": ("Tokens a second that are not padding", "tokens a second"),
     "ort/density": ("Share of the tokens that are not padding", "share"),
+    "ort/label_density": ("Share of the labels that are not ignored", "share"),
     "ort/peak_memory": ("The most memory that the process has held so far", "MiB"),
 }
 """What the figures over the steps are, and what they count."""
@@ -180,6 +182,27 @@ def _over_steps(name: str, points: Sequence[Data]) -> Markup:
     )
 
 
+def _density(data: Data) -> Markup | None:
+    if not data["inspection"]:
+        return None
+    found = _inspection(data["inspection"])
+    parts: list[Content] = []
+    if found.ways:
+        caption = f"GFLOP a batch, estimated, of the last {found.batches} batches, and made into batches in other ways"
+        bars = [
+            (name, {"": float(way.flops)}, f"{amount}, {share}")
+            for way, (name, amount, share) in zip(found.ways, meanings(found), strict=True)
+        ]
+        parts = [bar_chart(caption, bars), tag("p", balancing(found))]
+    listing = table(HEADINGS, map(cells, found.rows), NUMBERS)
+    return joined(*parts, folded("The density table, as it was last", listing))
+
+
+def _inspection(data: Data) -> Inspection:
+    rows, each_way = [InputDensity(**row) for row in data["rows"]], [Way(**way) for way in data["ways"]]
+    return Inspection(**{**data, "rows": rows, "ways": each_way})
+
+
 def _load_balance(data: Data) -> Markup | None:
     found = data["load_balance"]
     if not found:
@@ -234,6 +257,7 @@ SECTIONS: tuple[tuple[str, Callable[[Data], Markup | None]], ...] = (
     ("Graph breaks", _graph_breaks),
     ("Set-up", _start_up),
     ("Steps", _steps),
+    ("Density", _density),
     ("Load balancing", _load_balance),
     ("Notes and counts", _notes),
     ("Versions and configuration", _basis),
