@@ -1,4 +1,4 @@
-"""`density.inspect` in a Trainer: figures beside the loss, the table in the report, labels that the model never gets."""
+"""`density.inspect` in a Trainer: figures beside the loss, the table in the report, labels that no model gets."""
 
 import json
 

@@ -53,11 +53,8 @@ def test_packing_fills_rows(lengths, rows):
     assert _bins(lengths, 10) == rows
 
 
-some_batches = st.lists(
-    st.lists(st.integers(1, 64), min_size=4, max_size=4).map(lambda lengths: batch(64, *lengths)),
-    min_size=1,
-    max_size=20,
-)
+a_batch = st.lists(st.integers(1, 64), min_size=4, max_size=4).map(lambda lengths: batch(64, *lengths))
+some_batches = st.lists(a_batch, min_size=1, max_size=20)
 
 
 @given(some_batches)
@@ -82,7 +79,7 @@ def test_balancing_takes_most_of_the_waiting_away():
     lengths = itertools.cycle([1, 40, 7, 60, 3, 22, 9, 51, 30, 5])
     batches = [batch(64, *itertools.islice(lengths, 4)) for _ in range(40)]
     before, after = waiting(batches, 2)
-    assert before > 0.1
+    assert before > 0.05
     assert after < before / 4
 
 

@@ -47,6 +47,7 @@ def test_a_decoder_s_tokens_are_an_input_of_their_own():
 @pytest.mark.parametrize(
     "batch",
     [{}, {"pixel_values": torch.ones(2, 3, 4, 4)}, {"labels": torch.tensor([0, 1])}, {"labels": torch.rand(2, 2)}],
+    ids=["nothing", "pictures", "classes", "figures"],
 )
 def test_what_has_no_tokens_has_no_density(batch):
     assert counted(batch, 0) == []
@@ -120,7 +121,7 @@ def test_a_loop_of_ones_own_is_inspected_in_training_only():
     model = ort_accel.accelerate(bert(), {**INSPECT, "engine": {"fallback": "report"}})
     report = ort_accel.report(model)
     batch = padded(3, 8, labels=torch.tensor([0, 1]))
-    for number in range(2):
+    for _ in range(2):
         model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"]).loss.backward()
         with torch.no_grad():
             model(**batch)

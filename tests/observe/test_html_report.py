@@ -6,7 +6,7 @@ import pytest
 
 from ort_accel.config import Config
 from ort_accel.observe.html_report import SECTIONS, html_report
-from ort_accel.reporting import LoadBalance, Reason, Report, Runner, Segment, Series
+from ort_accel.reporting import InputDensity, Inspection, LoadBalance, Reason, Report, Runner, Segment, Series, Way
 from tests.observe.pages import read, table_with
 
 NASTY = '<script>alert("x")</script> & <b>'
@@ -31,6 +31,8 @@ def full_report():
     for step, seconds in enumerate([8.0, 0.1, 0.3, 0.2], 1):
         made.measured("ort/step_time", step, seconds)
         made.measured("ort/density", step, 0.5)
+    rows = [InputDensity(10, "EMBED", "input_ids", 0, 6, 16, (2, 4))]
+    made.inspection = Inspection(rows, 1, [Way("dense", 16e9), Way("what counts", 6e9)], 2, (0.25, 0.05))
     made.load_balance = LoadBalance([[9.0, 1.0], [8.0, 2.0]], [[5.0, 5.0], [5.0, 5.0]], 1, 0.41, 0.0)
     return made
 
@@ -93,6 +95,16 @@ def test_a_figure_over_the_steps_has_named_axes_and_a_point_for_each_step():
     assert [x for x, _ in points] == sorted(x for x, _ in points)
     heights = [-y for _, y in points]
     assert sorted(range(4), key=heights.__getitem__) == [1, 3, 2, 0]
+
+
+def test_density_is_shown_by_what_other_batches_would_compute():
+    page = page_of(full_report())
+    [plot] = [plot for label, plot in page.plots.items() if label.startswith("GFLOP a batch, estimated")]
+    assert plot.bars[1] == pytest.approx(plot.bars[0] * 6 / 16, abs=0.1)
+    assert {"16.000, 100.0%", "6.000, 37.5%"} <= set(plot.words)
+    assert "2 processes would wait 25.0% of the time for the one with the most tokens, 5.0% with" in page.text
+    row = ["10", "EMBED", "input_ids", "0", "37.5%", "6", "16", "[2, 4]"]
+    assert table_with(page, "STEP") == [row]
 
 
 def test_the_load_of_each_process_is_drawn_before_and_after_on_one_scale():
