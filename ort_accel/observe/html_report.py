@@ -20,7 +20,7 @@ Data = Mapping[str, Any]
 _RUNNERS = {Runner.ORT.value: "ONNX Runtime", Runner.PYTORCH.value: "PyTorch"}
 _STEP_TIME = "ort/step_time"
 _SERIES = {
-    _STEP_TIME: ("Seconds of each step; the first ones compile", "seconds"),
+    _STEP_TIME: ("Seconds of each step", "seconds"),
     "ort/tokens_per_s": ("Tokens a second that are not padding", "tokens a second"),
     "ort/density": ("Share of the tokens that are not padding", "share"),
     "ort/label_density": ("Share of the labels that are not ignored", "share"),
