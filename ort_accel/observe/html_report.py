@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from ort_accel.observe.axes import short
-from ort_accel.observe.charts import Line, bar_chart, line_chart
+from ort_accel.observe.charts import Line, bar_chart, line_chart, stacked_chart
 from ort_accel.observe.density_table import HEADINGS, NUMBERS, balancing, cells, meanings
 from ort_accel.observe.feature_table import KINDS, WORDS, percent
 from ort_accel.observe.page import COLOURS, Content, Markup, figures, folded, joined, page, table, tag
@@ -132,9 +132,9 @@ def _fallbacks(data: Data) -> Markup:
 
 def _fallback_table(items: Sequence[Data]) -> Markup:
     def rows(part: Sequence[Data]) -> list[tuple[str, ...]]:
-        return [(f"{item['count']:,}", item["op"], item["reason"], item["detail"]) for item in part]
+        return [(f"{item['count']:,}", item["op"], item["reason"], item["detail"], item["where"]) for item in part]
 
-    headings = ("nodes", "operator", "reason", "detail")
+    headings = ("nodes", "operator", "reason", "detail", "line of the model")
     shown = table(headings, rows(items[:_LONGEST_LIST]), numbers=(0,))
     rest = items[_LONGEST_LIST:]
     return joined(shown, folded(f"{len(rest)} more kinds", table(headings, rows(rest), numbers=(0,))) if rest else "")
@@ -147,8 +147,8 @@ def _graph_breaks(data: Data) -> Markup | None:
     said = (
         "Python code between graphs, which nobody could capture. Each divides a graph, and what it does is not sped up."
     )
-    rows = [(f"{item['count']:,}", item["detail"] or item["op"]) for item in breaks]
-    return joined(tag("p", said), table(("times", "what Dynamo met"), rows, numbers=(0,)))
+    rows = [(f"{item['count']:,}", item["detail"] or item["op"], item["where"]) for item in breaks]
+    return joined(tag("p", said), table(("times", "what Dynamo met", "line of the model"), rows, numbers=(0,)))
 
 
 def _start_up(data: Data) -> Markup | None:
@@ -194,8 +194,17 @@ def _density(data: Data) -> Markup | None:
             for way, (name, amount, share) in zip(found.ways, meanings(found), strict=True)
         ]
         parts = [bar_chart(caption, bars), tag("p", balancing(found))]
+    tokens = [row for row in found.rows if row.kind == "EMBED"]
+    if len({row.step for row in tokens}) > 1:
+        parts.insert(0, _tokens_chart([row for row in tokens if row.name == tokens[0].name]))
     listing = table(HEADINGS, map(cells, found.rows), NUMBERS)
     return joined(*parts, folded("The density table, as it was last", listing))
+
+
+def _tokens_chart(rows: Sequence[InputDensity]) -> Markup:
+    layers = {"valid": [row.valid for row in rows], "padding": [row.total - row.valid for row in rows]}
+    caption = f"Tokens of {rows[0].name} in the batches of the last density table"
+    return stacked_chart(caption, [row.step for row in rows], layers, "batch", "tokens")
 
 
 def _inspection(data: Data) -> Inspection:
@@ -205,7 +214,7 @@ def _inspection(data: Data) -> Inspection:
 
 def _load_balance(data: Data) -> Markup | None:
     found = data["load_balance"]
-    if not found:
+    if not found or not found["after"]:
         return None
     highest = max(load for side in ("before", "after") for step in found[side] for load in step)
     kept = f", every {found['every']}th step" if found["every"] > 1 else ""

@@ -22,7 +22,7 @@ def full_report():
         Segment("forward 0", Runner.PYTORCH, {"aten.topk": 1}, 1e9),
         Segment("backward 0", Runner.ORT, {"aten.mm": 6}, 6e9),
     ]
-    made.fallback("aten.topk", Reason.UNSUPPORTED_OP, "no lowering")
+    made.fallback("aten.topk", Reason.UNSUPPORTED_OP, "no lowering", where="model.py:7: x.topk(3)")
     made.fallback("aten.bernoulli.p", Reason.RANDOM, count=12)
     made.fallback("a graph break", Reason.GRAPH_BREAK, "print was called", count=2)
     made.timings = {"build sessions": 0.5, "capture": 1.25}
@@ -31,7 +31,7 @@ def full_report():
     for step, seconds in enumerate([8.0, 0.1, 0.3, 0.2], 1):
         made.measured("ort/step_time", step, seconds)
         made.measured("ort/density", step, 0.5)
-    rows = [InputDensity(10, "EMBED", "input_ids", 0, 6, 16, (2, 4))]
+    rows = [InputDensity(step, "EMBED", "input_ids", 0, 2 * step, 16, (2, 2 * step - 2)) for step in (3, 4)]
     made.inspection = Inspection(rows, 1, [Way("dense", 16e9), Way("what counts", 6e9)], 2, (0.25, 0.05))
     made.load_balance = LoadBalance([[9.0, 1.0], [8.0, 2.0]], [[5.0, 5.0], [5.0, 5.0]], 1, 0.41, 0.0)
     return made
@@ -71,9 +71,9 @@ def test_shares_are_those_of_the_segments():
 def test_fallbacks_stand_apart_from_choices_and_from_graph_breaks():
     page = page_of(full_report())
     forced, choices = [rows[1:] for rows in page.tables if rows[0][:2] == ["nodes", "operator"]]
-    assert forced == [["1", "aten.topk", "unsupported operator", "no lowering"]]
-    assert choices == [["12", "aten.bernoulli.p", "random", ""]]
-    assert table_with(page, "times") == [["2", "print was called"]]
+    assert forced == [["1", "aten.topk", "unsupported operator", "no lowering", "model.py:7: x.topk(3)"]]
+    assert choices == [["12", "aten.bernoulli.p", "random", "", ""]]
+    assert table_with(page, "times") == [["2", "print was called", ""]]
     assert "3 nodes that ONNX Runtime cannot run" in page.text
 
 
@@ -103,8 +103,17 @@ def test_density_is_shown_by_what_other_batches_would_compute():
     assert plot.bars[1] == pytest.approx(plot.bars[0] * 6 / 16, abs=0.1)
     assert {"16.000, 100.0%", "6.000, 37.5%"} <= set(plot.words)
     assert "2 processes would wait 25.0% of the time for the one with the most tokens, 5.0% with" in page.text
-    row = ["10", "EMBED", "input_ids", "0", "37.5%", "6", "16", "[2, 4]"]
-    assert table_with(page, "STEP") == [row]
+    assert table_with(page, "STEP")[0] == ["3", "EMBED", "input_ids", "0", "37.5%", "6", "16", "[2, 4]"]
+
+
+def test_the_tokens_of_each_batch_are_drawn_with_padding_on_top():
+    plot = page_of(full_report()).plots["Tokens of input_ids in the batches of the last density table"]
+    valid, padding = plot.points
+    (x3, y3), (x4, y4), *_ = valid
+    bottom = max(y for _, y in valid)
+    assert (bottom - y4) / (bottom - y3) == pytest.approx(8 / 6, rel=0.01)
+    assert {y for _, y in padding[:2]} == {min(y for _, y in padding)}
+    assert x3 < x4
 
 
 def test_the_load_of_each_process_is_drawn_before_and_after_on_one_scale():
@@ -125,6 +134,12 @@ def test_many_processes_are_drawn_by_their_mean_and_extremes():
     band, mean = plot.points
     assert min(y for _, y in band) < min(y for _, y in mean) < max(y for _, y in band)
     assert "every 4th step" in page.text
+
+
+def test_an_epoch_without_a_step_has_no_load_to_draw():
+    made = full_report()
+    made.load_balance = LoadBalance([], [], 1, 0.0, 0.0)
+    assert "Load balancing" not in page_of(made).headings
 
 
 def test_versions_counts_notes_and_the_configuration_are_there():
