@@ -11,6 +11,7 @@ import torch
 import ort_accel
 from ort_accel.capture.features import refuse_missing
 from ort_accel.config import Config, load_config
+from ort_accel.errors import OrtAccelError
 from ort_accel.reporting import Report
 
 if TYPE_CHECKING:
@@ -40,10 +41,11 @@ def activate(model: nn.Module, config: Config) -> None:
 
 
 def report_of(model: nn.Module, config: Config) -> Report:
-    """The report of a model that is trained; one with the engine off has a report of its steps alone."""
-    if config.engine.enabled:
+    """The report of a model that is trained; one that eager PyTorch trains has a report of its steps alone."""
+    try:
         return ort_accel.report(model)
-    versions = {"ort_accel": ort_accel.__version__, "torch": str(torch.__version__)}
-    report = Report(versions=versions, config=config.to_dict())
-    report.off("engine", "engine.enabled is false")
-    return report
+    except OrtAccelError as error:
+        versions = {"ort_accel": ort_accel.__version__, "torch": str(torch.__version__)}
+        report = Report(versions=versions, config=config.to_dict())
+        report.off("engine", str(error) if config.engine.enabled else "engine.enabled is false")
+        return report
