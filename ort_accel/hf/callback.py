@@ -70,15 +70,15 @@ class ORTAccelCallback(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Take the statistics off the model again, and write the report."""
+        if self._activations is not None:
+            self._activations.unsubscribe()
+            self._activations = None
         self.metrics.take()
         if self._inspector is not None:
             self._inspector.settle()
             self._inspector.is_fed = False
         if self._file is not None:
             self._file.write()
-        if self._activations is not None:
-            self._activations.unsubscribe()
-            self._activations = None
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock of an optimizer step."""

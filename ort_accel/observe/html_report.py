@@ -29,6 +29,7 @@ _SERIES = {
 """What the figures over the steps are, and what they count."""
 _LONGEST_LIST = 40
 _FLAT = 20
+"""How many times its lowest value a figure's highest may be before the axis is logarithmic."""
 
 
 def html_report(data: Data) -> str:
@@ -217,7 +218,7 @@ def _load_balance(data: Data) -> Markup | None:
     if not found or not found["after"]:
         return None
     highest = max(load for side in ("before", "after") for step in found[side] for load in step)
-    kept = f", every {found['every']}th step" if found["every"] > 1 else ""
+    kept = f"; one step of {found['every']} is shown" if found["every"] > 1 else ""
 
     def plot(side: str, words: str) -> Markup:
         steps, waiting = found[side], found[f"waiting_{side}"]

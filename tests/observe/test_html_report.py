@@ -133,7 +133,7 @@ def test_many_processes_are_drawn_by_their_mean_and_extremes():
     [plot] = [plot for label, plot in page.plots.items() if label.startswith("Without")]
     band, mean = plot.points
     assert min(y for _, y in band) < min(y for _, y in mean) < max(y for _, y in band)
-    assert "every 4th step" in page.text
+    assert "one step of 4 is shown" in page.text
 
 
 def test_an_epoch_without_a_step_has_no_load_to_draw():
