@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ort_accel.observe.axes import short
 from ort_accel.observe.feature_table import WIDTH
 from ort_accel.reporting import InputDensity, Inspection
 
@@ -18,7 +19,7 @@ HEADINGS = (
 )
 NUMBERS = (0, 3, 4, 5, 6)
 """Which of its columns are numbers."""
-MEANING = ("GFLOP a batch, estimated", "of dense")
+MEANING = ("FLOPs a batch, estimated", "of dense")
 """What stands beside each way of making batches."""
 _LONGEST_LIST = 16
 
@@ -49,10 +50,10 @@ def cells(row: InputDensity) -> tuple[str, ...]:
 
 
 def meanings(inspection: Inspection) -> list[tuple[str, str, str]]:
-    """What the rows mean: each way of making batches, its GFLOP a batch, and its share of the first one's."""
+    """What the rows mean: each way of making batches, its FLOPs a batch, and its share of the first one's."""
     dense = inspection.ways[0].flops if inspection.ways else 0.0
     return [
-        (way.name, f"{way.flops / inspection.batches / 1e9:,.3f}", f"{way.flops / dense:.1%}" if dense else "-")
+        (way.name, short(way.flops / inspection.batches), f"{way.flops / dense:.1%}" if dense else "-")
         for way in inspection.ways
     ]
 

@@ -189,9 +189,9 @@ def _density(data: Data) -> Markup | None:
     found = _inspection(data["inspection"])
     parts: list[Content] = []
     if found.ways:
-        caption = f"GFLOP a batch, estimated, of the last {found.batches} batches, and made into batches in other ways"
+        caption = f"FLOPs a batch, estimated, of the last {found.batches} batches, and made into batches in other ways"
         bars = [
-            (name, {"": float(way.flops)}, f"{amount}, {share}")
+            (name, {"": way.flops}, f"{amount}, {share}")
             for way, (name, amount, share) in zip(found.ways, meanings(found), strict=True)
         ]
         parts = [bar_chart(caption, bars), tag("p", balancing(found))]

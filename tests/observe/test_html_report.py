@@ -99,9 +99,9 @@ def test_a_figure_over_the_steps_has_named_axes_and_a_point_for_each_step():
 
 def test_density_is_shown_by_what_other_batches_would_compute():
     page = page_of(full_report())
-    [plot] = [plot for label, plot in page.plots.items() if label.startswith("GFLOP a batch, estimated")]
+    [plot] = [plot for label, plot in page.plots.items() if label.startswith("FLOPs a batch, estimated")]
     assert plot.bars[1] == pytest.approx(plot.bars[0] * 6 / 16, abs=0.1)
-    assert {"16.000, 100.0%", "6.000, 37.5%"} <= set(plot.words)
+    assert {"16G, 100.0%", "6G, 37.5%"} <= set(plot.words)
     assert "2 processes would wait 25.0% of the time for the one with the most tokens, 5.0% with" in page.text
     assert table_with(page, "STEP")[0] == ["3", "EMBED", "input_ids", "0", "37.5%", "6", "16", "[2, 4]"]
 
