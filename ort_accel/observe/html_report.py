@@ -213,6 +213,56 @@ def _inspection(data: Data) -> Inspection:
     return Inspection(**{**data, "rows": rows, "ways": each_way})
 
 
+def _tuning(data: Data) -> Markup | None:
+    """What was timed, that first which takes longest in all."""
+    races = sorted(data.get("races", ()), key=lambda item: -item["count"] * max(item["seconds"].values()))
+    rows = [
+        (
+            f"{item['count']:,}",
+            f"{item['graph']}: {item['subject']}",
+            ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in item["seconds"].items()),
+            item["chosen"],
+        )
+        for item in races
+    ]
+    return table(("nodes", "measured", "ms", "chosen"), rows, numbers=(0,)) if rows else None
+
+
+def _memory(data: Data) -> Markup | None:
+    graphs = data.get("memory", ())
+    if not graphs:
+        return None
+    bars = [
+        (f"{item['graph']}, {words}", {"": item[key] / 2**20}, f"{item[key] / 2**20:,.1f} MiB")
+        for item in graphs
+        for key, words in (("stash_without", "without recomputation"), ("stash", "as it is"))
+    ]
+    return joined(bar_chart("What the forward keeps for the backward", bars), map(_recomputed, graphs))
+
+
+def _recomputed(item: Data) -> Markup:
+    """What one pair of graphs computes again, and what it could."""
+    plans = item["plans"]
+    sizes = ", ".join(f"{name} = {size}" for name, size in item["symbols"].items())
+    said = f"{item['repeated']} operators are computed again, which takes about {item['cost_ms']:.1f} ms a step."
+    listing = table(
+        ("", "cluster", "type", "applied", "saving, bytes", "cost, ms", "saving, symbolic"), map(_plan, plans), (4, 5)
+    )
+    return joined(
+        tag("h3", f"{item['graph']}, level {item['level']}, {item['layers']} layers found"),
+        tag("p", said, f" Sizes: {sizes}." if sizes else ""),
+        folded(f"{len(plans)} plans, the largest saving first", listing) if plans else "",
+    )
+
+
+def _plan(row: Data) -> tuple[Content, ...]:
+    state = State.APPLIED if row["applied"] else State.OFF
+    word = tag("span", WORDS[state], class_=state.value)
+    places = f"{row['applied']} of {row['frequency']}"
+    cost = f"{row['cost_ms']:.2f}"
+    return word, row["cluster"], str(row["kind"]), places, f"{row['saving']:,}", cost, row["symbolic"]
+
+
 def _load_balance(data: Data) -> Markup | None:
     found = data["load_balance"]
     if not found or not found["after"]:
@@ -268,6 +318,8 @@ SECTIONS: tuple[tuple[str, Callable[[Data], Markup | None]], ...] = (
     ("Set-up", _start_up),
     ("Steps", _steps),
     ("Density", _density),
+    ("Memory", _memory),
+    ("Tuning", _tuning),
     ("Load balancing", _load_balance),
     ("Notes and counts", _notes),
     ("Versions and configuration", _basis),

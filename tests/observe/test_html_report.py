@@ -37,8 +37,33 @@ def full_report():
     return made
 
 
+MEMORY = {
+    "graph": "graph 0",
+    "level": "1",
+    "layers": 2,
+    "stash_without": 4 * 2**20,
+    "stash": 2**20,
+    "repeated": 3,
+    "cost_ms": 0.26,
+    "symbols": {"batch": 4},
+    "plans": [
+        {"cluster": "Gelu+", "kind": 1, "requested": 1, "applied": 1, "frequency": 2, "saving": 2_000,
+         "symbolic": "500*batch", "cost_ms": 0.25, "shapes": ["float32 [4, 500]"]},
+        {"cluster": "Where+", "kind": 2, "requested": 0, "applied": 0, "frequency": 1, "saving": 1_000,
+         "symbolic": "250*batch", "cost_ms": 0.1, "shapes": ["float32 [4, 250]"]},
+    ],
+}  # fmt: skip
+"""What recomputation writes into a report's data."""
+RACES = [
+    {"graph": "forward", "subject": "gelu", "count": 1, "seconds": {"onnxruntime": 1e-3}, "chosen": "onnxruntime"},
+    {"graph": "forward", "subject": "mm", "count": 9,
+     "seconds": {"onnxruntime": 2e-3, "pytorch": 1e-3}, "chosen": "pytorch"},
+]  # fmt: skip
+"""What tuning writes into it."""
+
+
 def page_of(report):
-    return read(html_report(report.to_dict()))
+    return read(html_report({**report.to_dict(), "memory": [MEMORY], "races": RACES}))
 
 
 def test_every_section_of_a_full_report_is_there_in_its_order():
@@ -106,6 +131,25 @@ def test_density_is_shown_by_what_other_batches_would_compute():
     assert table_with(page, "STEP")[0] == ["3", "EMBED", "input_ids", "0", "37.5%", "6", "16", "[2, 4]"]
 
 
+def test_memory_is_shown_by_what_is_kept_and_by_its_plans():
+    page = page_of(full_report())
+    plot = page.plots["What the forward keeps for the backward"]
+    assert {"4.0 MiB", "1.0 MiB"} <= set(plot.words)
+    assert plot.bars[0] == pytest.approx(4 * plot.bars[1], rel=0.01)
+    assert "3 operators are computed again, which takes about 0.3 ms a step. Sizes: batch = 4." in page.text
+    assert table_with(page, "", "cluster") == [
+        ["ON", "Gelu+", "1", "1 of 2", "2,000", "0.25", "500*batch"],
+        ["OFF", "Where+", "2", "0 of 1", "1,000", "0.10", "250*batch"],
+    ]
+
+
+def test_what_was_timed_is_shown_with_the_choice_and_that_which_costs_most_first():
+    assert table_with(page_of(full_report()), "nodes", "measured") == [
+        ["9", "forward: mm", "onnxruntime 2, pytorch 1", "pytorch"],
+        ["1", "forward: gelu", "onnxruntime 1", "onnxruntime"],
+    ]
+
+
 def test_the_tokens_of_each_batch_are_drawn_with_padding_on_top():
     plot = page_of(full_report()).plots["Tokens of input_ids in the batches of the last density table"]
     valid, padding = plot.points
@@ -167,7 +211,7 @@ def test_names_cannot_break_the_page():
 
 
 def test_an_empty_report_is_a_page_that_says_so():
-    page = page_of(Report())
+    page = read(html_report(Report().to_dict()))
     assert "Nothing was compiled yet" in page.text
     assert page.plots == {}
 
