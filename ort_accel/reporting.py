@@ -143,6 +143,18 @@ class LoadBalance:
     waiting_after: float
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Alternatives that were timed against each other, and what was chosen."""
+
+    graph: str
+    subject: str
+    count: int
+    """How many nodes it holds for."""
+    seconds: dict[str, float]
+    chosen: str
+
+
 class Watcher(Protocol):
     """Is told what is being done while it is done."""
 
@@ -161,6 +173,8 @@ class Report:
     """What was decided and measured with."""
     features: dict[str, Feature] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
+    """What `compute.tuning` timed."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds of start-up work, by phase; a phase inside of another counts for itself only."""
     counters: Counter[str] = field(default_factory=Counter)
@@ -244,6 +258,7 @@ class Report:
                 {"op": f.op, "reason": f.reason.value, "count": f.count, "detail": f.detail, "where": f.where}
                 for f in self.fallbacks
             ],
+            "measured": [asdict(item) for item in self.measured],
             "timings": dict(self.timings),
             "counters": dict(self.counters),
             "notes": list(self.notes),

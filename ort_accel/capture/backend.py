@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext
 
 from ort_accel.capture.attention import attention_as
-from ort_accel.capture.choice import chosen_runtime, opset, session_settings
+from ort_accel.capture.choice import chosen_runtime, opset, session_settings, tuner
 from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features
 from ort_accel.capture.randomness import split_dropout
@@ -48,6 +48,7 @@ class Backend:
             unwanted=frozenset(config.engine.run_in_pytorch),
             failed=self.policy.failed,
             fusions=config.compute.fusions is not False,
+            tuner=tuner(config, runtime, settings, report),
         )
         self._graphs = 0
         self.report_file = self._report_file()

@@ -38,6 +38,9 @@ OBEYED = (
     "engine.allow_checkpoint",
     "compute.fusions",
     "compute.attention",
+    "compute.tuning.enabled",
+    "compute.tuning.max_duration_ms",
+    "compute.tuning.results",
     "optimizer.name",
     "optimizer.mode",
     "optimizer.fp16.enabled",
@@ -69,7 +72,6 @@ MISSING: dict[str, Any] = {
     "compute.loss_only": False,
     "compute.loss_in_graph": False,
     "compute.triton.enabled": False,
-    "compute.tuning.enabled": False,
     "memory.level": 0,
     "memory.plans": (),
     "memory.plan_file": None,
@@ -91,8 +93,6 @@ FIXED = (
     "precision.cast_propagation.allow",
     "compute.triton.ops_file",
     "compute.triton.debug",
-    "compute.tuning.max_duration_ms",
-    "compute.tuning.results",
     "memory.probe",
     "memory.offload",
     "density.threshold",
@@ -185,6 +185,8 @@ def _record_compute(config: Config, report: Report) -> None:
     }
     wish = config.compute.attention
     report.applied("compute.attention", ways.get(wish, f"one node, which PyTorch runs ({wish})"))
+    how = "each graph is measured when it is compiled" if config.compute.tuning.enabled else ""
+    _record_wish("compute.tuning.enabled", how, report)
     if config.compute.fusions is False:
         report.off("compute.fusions", "switched off, with all optimizations of ONNX Runtime")
     else:
