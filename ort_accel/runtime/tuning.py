@@ -131,4 +131,5 @@ def _is_sound(entries: Any) -> bool:
 def context_of(runtime: Flavor, settings: SessionSettings) -> str:
     """What measurements hold for."""
     versions = f"{ort_accel.__version__} {torch.__version__} {runtime.distribution} {runtime.version}"
-    return "\n".join([versions, str(settings), f"{torch.get_num_threads()} threads of torch", processor()])
+    threads = f"{settings.threads} threads, {torch.get_num_threads()} of torch"
+    return "\n".join([versions, threads, f"optimize {settings.optimize}", processor()])
