@@ -12,7 +12,9 @@ from ort_accel.lowering.tune.cheapest import Costs, cheapest
 def total(costs, readers, price, in_pytorch):
     """What a division costs, written down as it is meant."""
     own = sum(cost.pytorch if node in in_pytorch else cost.ort for node, cost in costs.items())
-    handed_over = [node for node in readers if any((other in in_pytorch) != (node in in_pytorch) for other in readers[node])]
+    handed_over = [
+        node for node in readers if any((other in in_pytorch) != (node in in_pytorch) for other in readers[node])
+    ]
     return own + price * len(handed_over)
 
 

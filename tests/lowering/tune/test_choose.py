@@ -21,7 +21,7 @@ HANDOVER = {crossing.WORK: 0.0, crossing.BOTH: 0.2, crossing.ORT: 0.0, crossing.
 
 
 class Figures(Stopwatch):
-    """Runs everything once, and reads the times from a table: (ONNX Runtime, PyTorch) of operators, and whole graphs."""
+    """Runs everything once and reads the times from tables: (ONNX Runtime, PyTorch) of operators, and whole graphs."""
 
     def __init__(self, whole=None, limit=float("inf"), **operators) -> None:
         super().__init__(limit)
