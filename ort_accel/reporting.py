@@ -144,7 +144,7 @@ class LoadBalance:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Race:
     """Alternatives that were timed against each other, and what was chosen."""
 
     graph: str
@@ -173,7 +173,7 @@ class Report:
     """What was decided and measured with."""
     features: dict[str, Feature] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
-    measured: list[Measured] = field(default_factory=list)
+    races: list[Race] = field(default_factory=list)
     """What `compute.tuning` timed."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds of start-up work, by phase; a phase inside of another counts for itself only."""
@@ -258,7 +258,7 @@ class Report:
                 {"op": f.op, "reason": f.reason.value, "count": f.count, "detail": f.detail, "where": f.where}
                 for f in self.fallbacks
             ],
-            "measured": [asdict(item) for item in self.measured],
+            "races": [asdict(item) for item in self.races],
             "timings": dict(self.timings),
             "counters": dict(self.counters),
             "notes": list(self.notes),

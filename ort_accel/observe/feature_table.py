@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ort_accel.reporting import Fallback, Feature, Measured, Report, Runner, Segment, State
+from ort_accel.reporting import Fallback, Feature, Race, Report, Runner, Segment, State
 
 WORDS = {State.APPLIED: "ON", State.REFUSED: "REFUSED", State.OFF: "OFF"}
 _STYLES = {State.APPLIED: "green", State.REFUSED: "yellow", State.OFF: "dim"}
@@ -51,7 +51,7 @@ def render(report: Report, everything: bool = True) -> RenderableType:
     forced = [item for item in report.fallbacks if not item.reason.is_choice]
     parts.append(_fallbacks("PyTorch runs what ONNX Runtime cannot", forced, longest))
     parts.append(_fallbacks("PyTorch runs by choice", choices, longest))
-    parts.append(_measured(report.measured, longest))
+    parts.append(_races(report.races, longest))
     parts.append(_facts(report))
     return Group(*(line for part in parts if part is not None for line in (part, Text())))
 
@@ -119,7 +119,7 @@ def _fallbacks(title: str, items: Sequence[Fallback], longest: int | None) -> Re
     return table
 
 
-def _measured(items: Sequence[Measured], longest: int | None) -> RenderableType | None:
+def _races(items: Sequence[Race], longest: int | None) -> RenderableType | None:
     """What was timed, that first which takes longest in all."""
     if not items:
         return None

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 import ort_accel
+from ort_accel.files import write_aside
 from ort_accel.reporting import Report
-from ort_accel.runtime.cache import processor, write_aside
+from ort_accel.runtime.cache import processor
 from ort_accel.runtime.flavor import Flavor
 from ort_accel.runtime.session import SessionSettings
 

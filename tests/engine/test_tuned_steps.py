@@ -37,7 +37,7 @@ def test_steps_equal_eagers_whatever_was_chosen(tmp_path):
         assert_step_as_eager(eager, ours, batch(length))
     report = ort_accel.report(ours)
     assert report.features[FEATURE].state is State.APPLIED
-    assert {item.graph for item in report.measured} == {"forward 0", "backward 0", "forward 1", "backward 1"}
+    assert {item.graph for item in report.races} == {"forward 0", "backward 0", "forward 1", "backward 1"}
     assert report.timings["tune"] > 0
 
 
@@ -51,7 +51,7 @@ def test_a_deterministic_run_repeats_what_was_measured_before(tmp_path):
     assert_step_as_eager(eager, followed, batch(7))
     first, second = ort_accel.report(measured), ort_accel.report(followed)
     assert second.features[FEATURE].state is State.APPLIED
-    assert second.measured == first.measured
+    assert second.races == first.races
     assert [item.runner for item in second.segments] == [item.runner for item in first.segments]
 
 

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from ort_accel.observe.feature_table import feature_table, percent, render
-from ort_accel.reporting import Measured, Reason, Report, Runner, Segment
+from ort_accel.reporting import Race, Reason, Report, Runner, Segment
 
 
 def report(**fallbacks):
@@ -56,10 +56,8 @@ def test_what_cannot_run_stands_apart_from_choices():
 
 def test_what_was_measured_stands_with_its_figures_the_longest_first():
     made = report()
-    made.measured.append(
-        Measured("forward 0", "aten.exp of 8 x 8", 3, {"onnxruntime": 0.002, "pytorch": 0.001}, "pytorch")
-    )
-    made.measured.append(Measured("forward 0", "the whole graph", 1, {"PyTorch alone": 0.0255}, "PyTorch alone"))
+    made.races.append(Race("forward 0", "aten.exp of 8 x 8", 3, {"onnxruntime": 0.002, "pytorch": 0.001}, "pytorch"))
+    made.races.append(Race("forward 0", "the whole graph", 1, {"PyTorch alone": 0.0255}, "PyTorch alone"))
     table = feature_table(made, width=200)
     assert row(table, "3") == "3 forward 0: aten.exp of 8 x 8 onnxruntime 2, pytorch 1 pytorch"
     assert row(table, "1  forward 0") == "1 forward 0: the whole graph PyTorch alone 25.5 PyTorch alone"

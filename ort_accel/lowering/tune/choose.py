@@ -18,7 +18,7 @@ from ort_accel.lowering.tune.cheapest import Costs, cheapest
 from ort_accel.lowering.tune.kinds import Kind, kinds_in, text_of
 from ort_accel.lowering.tune.made_up import made_up, symbols_of
 from ort_accel.lowering.tune.measurable import obstacle
-from ort_accel.reporting import Measured, Reason, Report, Runner
+from ort_accel.reporting import Race, Reason, Report, Runner
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.tuning import Results, Seconds, Stopwatch
@@ -152,10 +152,10 @@ class Tuner:
             if known:
                 seconds, count = known["seconds"], len(kind.nodes)
                 chosen = Runner.PYTORCH if moved else Runner.ORT
-                self.report.measured.append(Measured(name, kind.subject, count, dict(seconds), chosen.value))
+                self.report.races.append(Race(name, kind.subject, count, dict(seconds), chosen.value))
                 why |= dict.fromkeys(moved, _in_words(seconds))
         best = min(whole, key=whole.__getitem__)
-        self.report.measured.append(Measured(name, "the whole graph", 1, dict(whole), best))
+        self.report.races.append(Race(name, "the whole graph", 1, dict(whole), best))
         others = ", ".join(f"{_ms(whole[label])} {label}" for label in whole if label != best)
         self._effects.append(f"{name}: {_ms(whole[best])} {best}; {others}")
         self.report.applied(FEATURE, "; ".join(self._effects))

@@ -93,7 +93,7 @@ def test_whole_graphs_have_the_last_word():
 
 def test_every_decision_is_in_the_report_with_its_figures():
     tuned = Tuned(layers, *INPUTS, figures=Figures({ALONE: 0.75, UNMEASURED: 0.8}, exp=(1.0, 0.1)))
-    measured = {item.subject.split(" ")[0]: item for item in tuned.report.measured}
+    measured = {item.subject.split(" ")[0]: item for item in tuned.report.races}
     exp, product = measured["aten.exp.default"], measured["aten.mm.default"]
     assert (exp.seconds, exp.chosen, exp.count) == ({"onnxruntime": 1.0, "pytorch": 0.1}, "pytorch", 1)
     assert (product.chosen, product.count) == ("onnxruntime", 2)
@@ -128,7 +128,7 @@ def test_results_are_loaded_instead_of_measured(tmp_path):
     second = Tuned(layers, *INPUTS, figures=Figures(), path=path)
     assert second.figures.asked == []
     assert second.in_pytorch == first.in_pytorch == {"exp"}
-    assert second.report.measured == first.report.measured
+    assert second.report.races == first.report.races
     torch.testing.assert_close(second(*INPUTS), first(*INPUTS), rtol=0, atol=0)
 
 
