@@ -28,6 +28,9 @@ UNMEASURED, ALONE = "as chosen without measuring", "PyTorch alone"
 DIVISIONS = {"divided by measurement": 1.0, "divided more finely": 0.25}
 """Shares of the price of changing hands to divide with: results that travel together pay it only once."""
 
+ABOUT = 1.02
+"""Times that differ by less are taken for equal."""
+
 OUT_OF_TIME = "compute.tuning.max_duration_ms is spent"
 
 Make = Callable[[Assignment], Program]
@@ -71,7 +74,7 @@ class Tuner:
             return self._unmeasured(name, assignment, f"measuring failed with {type(error).__name__}: {line}")
         if seconds is None:
             return self._unmeasured(name, assignment, OUT_OF_TIME)
-        division = divisions[min(seconds, key=seconds.__getitem__)]
+        division = divisions[_best(seconds)]
         names = [node.name for node in graph.nodes if node in division]
         self.results.put({"seconds": seconds, "in_pytorch": names}, "graph", text)
         self.results.save()
@@ -154,7 +157,7 @@ class Tuner:
                 chosen = Runner.PYTORCH if moved else Runner.ORT
                 self.report.races.append(Race(name, kind.subject, count, dict(seconds), chosen.value))
                 why |= dict.fromkeys(moved, _in_words(seconds))
-        best = min(whole, key=whole.__getitem__)
+        best = _best(whole)
         self.report.races.append(Race(name, "the whole graph", 1, dict(whole), best))
         others = ", ".join(f"{_ms(whole[label])} {label}" for label in whole if label != best)
         self._effects.append(f"{name}: {_ms(whole[best])} {best}; {others}")
@@ -166,6 +169,12 @@ class Tuner:
         if not self._effects:
             self.report.refused(FEATURE, reason)
         return assignment
+
+
+def _best(seconds: Seconds) -> str:
+    """The fastest, or PyTorch alone if it is about as fast: then nothing changes hands."""
+    fastest = min(seconds, key=seconds.__getitem__)
+    return ALONE if seconds[ALONE] <= seconds[fastest] * ABOUT else fastest
 
 
 def _moved(assignment: Assignment, division: Division, why: Mapping[fx.Node, str]) -> Assignment:

@@ -36,8 +36,8 @@ class Kind:
         segment = OrtSegment(ours, sessions, lambda _: False, lambda: theirs, _fail, self.subject)
         inputs = [made_up(node.meta["val"]) for node in segment.inputs]
         return {
-            Runner.ORT.value: lambda: segment(inputs, symbols),
-            Runner.PYTORCH.value: lambda: theirs(inputs, symbols),
+            Runner.ORT.value: lambda: segment(list(inputs), symbols),
+            Runner.PYTORCH.value: lambda: theirs(list(inputs), symbols),
         }
 
 
