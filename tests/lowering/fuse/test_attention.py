@@ -51,7 +51,7 @@ def test_results_are_at_least_as_precise_as_eagers(dtype, count, case):
         wide = mask.double() if mask is not None and mask.dtype != torch.bool else mask
         right, given, expected = step(precise, x, wide), step(ours, x, mask), step(eager, x, mask)
         assert given[1].dtype == expected[1].dtype
-        torch.testing.assert_close(given[0], expected[0], rtol=torch.finfo(dtype).eps, atol=0)
+        torch.testing.assert_close(given[0], expected[0], rtol=4 * torch.finfo(dtype).eps, atol=0)
         error, allowed = ((one[1] - right[1]).norm() for one in (given, expected))
         assert error <= 1.2 * allowed + 1e-6
     assert ort_accel.report(ours).counters[COUNTER] == 2 * count  # the first shape, and open sizes
