@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ort_accel.lowering.nodes import fakes_in, is_part, is_size, is_watched, op_name
+from ort_accel.lowering.registry import lowerings
 
-KNOWN = {"aten", "prims", "ort_accel"}
-"""Namespaces whose operators do nothing but compute; all others may send, count or write something."""
+KNOWN = {"aten", "prims"}
+"""Namespaces whose operators do nothing but compute, as those do that ONNX can express; others may send or count."""
 
 
 def obstacle(graph: fx.Graph) -> str:
@@ -18,8 +21,12 @@ def obstacle(graph: fx.Graph) -> str:
         if node.op != "call_function" or is_part(node) or is_size(node):
             continue
         target = node.target
-        if is_watched(node) or not isinstance(target, torch._ops.OpOverload) or target.namespace not in KNOWN:
+        if is_watched(node) or not (target in lowerings() or _namespace(target) in KNOWN):
             return f"{op_name(node)} may do more than compute"
         if free_unbacked_symbols(fakes_in(node.meta["val"])):
             return f"the sizes that {op_name(node)} gives depend on data"
     return ""
+
+
+def _namespace(target: Any) -> str:
+    return target.namespace if isinstance(target, torch._ops.OpOverload) else ""
