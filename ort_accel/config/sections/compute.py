@@ -28,7 +28,7 @@ class Tuning(Section):
 
     enabled: bool = False
     """Time ONNX Runtime against PyTorch for each part that both can run, and keep the fastest division of each graph.
-    Takes about twenty steps for each graph, so it is for long runs."""
+    Takes the time of some forty steps, so it is for long runs."""
 
     max_duration_ms: Annotated[int, Field(ge=0, le=3_600_000)] = 0
     """The most time that measuring may take in all; 0 sets no limit. What is not reached keeps the default choice."""
