@@ -188,6 +188,18 @@ class Inspection:
     """The share of time that so many processes would wait for the slowest, as batches came and with load balancing."""
 
 
+@dataclass(frozen=True)
+class Race:
+    """Alternatives that were timed against each other, and what was chosen."""
+
+    graph: str
+    subject: str
+    count: int
+    """How many nodes it holds for."""
+    seconds: dict[str, float]
+    chosen: str
+
+
 class Watcher(Protocol):
     """Is told what is being done while it is done."""
 
@@ -206,6 +218,8 @@ class Report:
     """What was decided and measured with."""
     features: dict[str, Feature] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
+    races: list[Race] = field(default_factory=list)
+    """What `compute.tuning` timed."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds of start-up work, by phase; a phase inside of another counts for itself only."""
     counters: Counter[str] = field(default_factory=Counter)
@@ -290,6 +304,7 @@ class Report:
                 {"op": f.op, "reason": f.reason.value, "count": f.count, "detail": f.detail, "where": f.where}
                 for f in self.fallbacks
             ],
+            "races": [asdict(item) for item in self.races],
             "timings": dict(self.timings),
             "counters": dict(self.counters),
             "notes": list(self.notes),

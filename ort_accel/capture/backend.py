@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import finalize
 
@@ -12,12 +13,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext
 
 from ort_accel.capture.attention import attention_as
-from ort_accel.capture.choice import chosen_runtime, opset, session_settings
+from ort_accel.capture.choice import chosen_runtime, opset, session_settings, tuner
 from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features
 from ort_accel.capture.randomness import split_dropout
 from ort_accel.capture.refusals import refuse_forbidden
 from ort_accel.config import Config, load_config
+from ort_accel.lowering.casts import propagate_casts
 from ort_accel.lowering.lower_graph import Lowering, lower_graph
 from ort_accel.lowering.program import Program
 from ort_accel.observe.density import DensityInspector
@@ -50,6 +52,7 @@ class Backend:
             unwanted=frozenset(config.engine.run_in_pytorch),
             failed=self.policy.failed,
             fusions=config.compute.fusions is not False,
+            tuner=tuner(config, runtime, settings, report),
         )
         self._graphs = 0
         self.report_file = self._report_file()
@@ -65,7 +68,7 @@ class Backend:
             bw_compiler=self._compiler(f"backward {number}", static),
             inference_compiler=self._compiler(f"inference {number}", static),
             decompositions={},
-            partition_fn=_partition,
+            partition_fn=partial(_partition, self._propagate_casts),
             keep_inference_input_mutations=True,
         )
         with self.report.timed("capture"), attention_as(self.config.compute.attention):
@@ -89,6 +92,10 @@ class Backend:
         engine = self.config.engine
         return ModelFolder(engine.save_onnx, engine.onnx_prefix) if engine.save_onnx else None
 
+    def _propagate_casts(self, graph: fx.Graph) -> None:
+        if self.config.precision.cast_propagation.level and (count := propagate_casts(graph)):
+            self.report.counters["casts left out"] += count
+
     def _compiler(self, name: str, static: set[str]) -> Callable[..., Program]:
         """A compiler for one of the graphs; `static` passes the names of lasting inputs from forward to backward."""
 
@@ -97,6 +104,8 @@ class Backend:
             if not name.startswith("backward"):
                 split_dropout(module)
                 static.update(_lasting_inputs(module))
+            if name.startswith("inference"):
+                self._propagate_casts(module.graph)
             program = lower_graph(module, self.lowering, name, bound=lambda node: node.name in static)
             self.policy.check(name)
             return program
@@ -104,8 +113,11 @@ class Backend:
         return compile_graph
 
 
-def _partition(joint: fx.GraphModule, inputs: Any, **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+def _partition(
+    prepare: Callable[[fx.Graph], None], joint: fx.GraphModule, inputs: Any, **how: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     split_dropout(joint)
+    prepare(joint.graph)
     return partition(joint, inputs, **how)
 
 

@@ -36,8 +36,12 @@ OBEYED = (
     "engine.deterministic",
     "engine.custom_autograd",
     "engine.allow_checkpoint",
+    "precision.cast_propagation.level",
     "compute.fusions",
     "compute.attention",
+    "compute.tuning.enabled",
+    "compute.tuning.max_duration_ms",
+    "compute.tuning.results",
     "optimizer.name",
     "optimizer.mode",
     "optimizer.fp16.enabled",
@@ -64,14 +68,12 @@ OBEYED = (
 
 MISSING: dict[str, Any] = {
     "engine.skip_checks": False,
-    "precision.cast_propagation.level": 0,
     "precision.cache_cast_weights": False,
     "compute.upstream": False,
     "compute.conv_algorithm": "heuristic",
     "compute.loss_only": False,
     "compute.loss_in_graph": False,
     "compute.triton.enabled": False,
-    "compute.tuning.enabled": False,
     "memory.level": 0,
     "memory.plans": (),
     "memory.plan_file": None,
@@ -92,20 +94,26 @@ FIXED = (
     "precision.cast_propagation.allow",
     "compute.triton.ops_file",
     "compute.triton.debug",
-    "compute.tuning.max_duration_ms",
-    "compute.tuning.results",
     "memory.probe",
     "memory.offload",
     "density.threshold",
 )
 """Keys that nothing reads in this version, so that only their default is true."""
 
+FUSED = (
+    "those of ONNX Runtime, the gradient of a cross-entropy in one sweep, and PyTorch's fused attention in single "
+    "precision where its 16-bit kernels are slower"
+)
+
+PARTLY: dict[str, tuple[Any, ...]] = {"precision.cast_propagation.level": (0, 1)}
+"""Keys of which only these values are to be had in this version."""
+
 _DEFAULTS = Config()
 
 
 def refuse_missing(config: Config) -> None:
     """Raise a `ConfigError` that lists every wish this version cannot obey."""
-    problems = [problem for path in (*MISSING, *FIXED) if (problem := _problem(config, path)) is not None]
+    problems = [problem for path in (*MISSING, *FIXED, *PARTLY) if (problem := _problem(config, path)) is not None]
     if problems:
         raise ConfigError(problems)
 
@@ -137,7 +145,7 @@ def record_features(config: Config, runtime: Flavor, settings: SessionSettings, 
 
 def _problem(config: Config, path: str) -> Problem | None:
     value, default = attrgetter(path)(config), attrgetter(path)(_DEFAULTS)
-    if value in (default, MISSING.get(path, default)):
+    if value in (default, MISSING.get(path, default), *PARTLY.get(path, ())):
         return None
     shown = config.to_dict()
     for part in path.split("."):
@@ -181,16 +189,23 @@ def _record_engine(config: Config, settings: SessionSettings, report: Report) ->
 
 
 def _record_compute(config: Config, report: Report) -> None:
+    casts = "a tensor is cast into a type once, and not into a wider type and back"
+    if config.precision.cast_propagation.level:
+        report.applied("precision.cast_propagation.level", casts)
+    else:
+        report.off("precision.cast_propagation.level", "switched off")
     ways = {
         "auto": "as PyTorch chooses: a fused kernel, which PyTorch runs, or matrix products, which ONNX Runtime runs",
         "products": "matrix products and a softmax, which ONNX Runtime runs",
     }
     wish = config.compute.attention
     report.applied("compute.attention", ways.get(wish, f"one node, which PyTorch runs ({wish})"))
+    how = "each graph is measured when it is compiled" if config.compute.tuning.enabled else ""
+    _record_wish("compute.tuning.enabled", how, report)
     if config.compute.fusions is False:
         report.off("compute.fusions", "switched off, with all optimizations of ONNX Runtime")
     else:
-        report.applied("compute.fusions", "those of ONNX Runtime, and the gradient of a cross-entropy in one sweep")
+        report.applied("compute.fusions", FUSED)
 
 
 def _record_optimizer(config: Config, report: Report) -> None:
