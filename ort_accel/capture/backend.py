@@ -23,7 +23,8 @@ from ort_accel.lowering.program import Program
 from ort_accel.observe.logs import configure
 from ort_accel.observe.progress import Progress
 from ort_accel.observe.report_file import ReportFile
-from ort_accel.recompute.partition import partition
+from ort_accel.recompute.optimizer import Recompute
+from ort_accel.recompute.partition import Pair
 from ort_accel.reporting import Report
 from ort_accel.runtime.cache import ModelCache
 from ort_accel.runtime.flavor import Flavor
@@ -49,6 +50,7 @@ class Backend:
             failed=self.policy.failed,
             fusions=config.compute.fusions is not False,
         )
+        self.recompute = Recompute(config.memory, report)
         self._graphs = 0
         self.report_file = self._report_file()
 
@@ -61,7 +63,7 @@ class Backend:
             bw_compiler=self._compiler(f"backward {number}", static),
             inference_compiler=self._compiler(f"inference {number}", static),
             decompositions={},
-            partition_fn=_partition,
+            partition_fn=self._partition(f"graph {number}"),
             keep_inference_input_mutations=True,
         )
         with self.report.timed("capture"), attention_as(self.config.compute.attention):
@@ -99,10 +101,14 @@ class Backend:
 
         return compile_graph
 
+    def _partition(self, name: str) -> Callable[..., Pair]:
+        """A function that divides a joint graph into forward and backward."""
 
-def _partition(joint: fx.GraphModule, inputs: Any, **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    split_dropout(joint)
-    return partition(joint, inputs, **how)
+        def divide(joint: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Pair:
+            split_dropout(joint)
+            return self.recompute.partition(joint, inputs, name, **how)
+
+        return divide
 
 
 def _lasting_inputs(module: fx.GraphModule) -> list[str]:
