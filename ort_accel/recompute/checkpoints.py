@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ort_accel.recompute.graph import can_be_repeated, forward_nodes, inputs_of, owner, whole
+from ort_accel.recompute.graph import can_be_repeated, forward_nodes, inputs_of, is_lasting, owner, whole
 
 MARK, REGION = "recompute", "ac_graph_id"
 AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -30,7 +30,7 @@ class Marks:
 def take_marks(joint: fx.Graph) -> Marks:
     """The marks of a joint graph, which is without them afterwards."""
     marked = [node for node in forward_nodes(joint) if node.meta.get(MARK) in AGAIN]
-    again = {whole(node) for node in marked if can_be_repeated(whole(node))}
+    again = {whole(node) for node in marked if can_be_repeated(whole(node)) and not _reads_changed(whole(node))}
     for node in marked:
         region = node.meta.get(REGION, 0)
         if any(user.meta.get(MARK) in AGAIN and user.meta.get(REGION, 0) > region for user in node.users):
@@ -39,3 +39,7 @@ def take_marks(joint: fx.Graph) -> Marks:
     for node in joint.nodes:
         node.meta.pop(MARK, None)
     return Marks(again, borders)
+
+
+def _reads_changed(node: fx.Node) -> bool:
+    return any(owner(item).op == "placeholder" and not is_lasting(item) for item in inputs_of(node))

@@ -52,6 +52,15 @@ def owner(node: fx.Node) -> fx.Node:
         node = node.all_input_nodes[0]
 
 
+def is_lasting(node: fx.Node) -> bool:
+    """Whether a value is an input, or a view of one, that the backward finds as the forward did.
+
+    An input that the forward changes, such as a running mean, holds another value by then.
+    """
+    base = owner(node)
+    return base.op == "placeholder" and not any(writes(user) and user.args[0] is base for user in base.users)
+
+
 def is_tensor(node: fx.Node) -> bool:
     """Whether a node's value is one tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)

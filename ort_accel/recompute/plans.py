@@ -14,7 +14,7 @@ from ort_accel.config.plan_text import Plan
 from ort_accel.errors import OrtAccelError
 from ort_accel.lowering.nodes import is_view
 from ort_accel.recompute.cost import milliseconds
-from ort_accel.recompute.graph import Bytes, inputs_of, owner, whole
+from ort_accel.recompute.graph import Bytes, inputs_of, is_lasting, owner, whole
 from ort_accel.recompute.layers import Layers
 from ort_accel.recompute.onnx_names import cluster_of, may_repeat, packet
 from ort_accel.recompute.stash import Kept, stash
@@ -129,7 +129,7 @@ class _Search:
             for item in inputs_of(node):
                 if item.op == "get_attr" or self._is_there(item):
                     continue
-                if compromise and _widens(node):
+                if compromise and _widens(node) and owner(item).op == "call_function":
                     instead[item] = None
                 else:
                     pending.append(whole(item))
@@ -138,8 +138,7 @@ class _Search:
         return found, list(instead)
 
     def _is_there(self, node: fx.Node) -> bool:
-        base = owner(node)
-        return base.op == "placeholder" or base in self._anyway
+        return is_lasting(node) or owner(node) in self._anyway
 
     def _described(self, kind: int, nodes: set[fx.Node], saved: list[Kept], instead: list[fx.Node]) -> Place:
         ordered = sorted(nodes, key=self._place.__getitem__)

@@ -1,5 +1,6 @@
 """Plans, levels and checkpointing: less is kept, and every gradient stays what it was."""
 
+import copy
 import json
 import logging
 
@@ -162,3 +163,32 @@ def test_post_norm_and_pre_norm_layers_are_found():
         ours = ort_accel.accelerate(model.train(), {"memory": {"level": 1}, "observe": {"log_level": "error"}})
         ours(**batch).loss.backward()
         assert list(ort_accel.report(ours).memory.values())[-1].layers == 3
+
+
+def test_what_the_forward_overwrites_is_not_computed_from():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+            self.register_buffer("count", torch.ones(8))
+
+        def forward(self, x):
+            y = nn.functional.gelu(self.inner(x) + self.count)
+            with torch.no_grad():
+                self.count.mul_(3)
+            return (y**3).sum() + (y * y.detach().sigmoid()).sum()
+
+    torch.manual_seed(0)
+    model, x = Counting(), torch.randn(4, 8)
+
+    def trained(plans):
+        memory = {"level": 0, "plans": plans}
+        ours = ort_accel.accelerate(copy.deepcopy(model), {"memory": memory, "observe": {"log_level": "error"}})
+        for _ in range(2):
+            ours(x).backward()
+        return ours.inner.weight.grad, list(ort_accel.report(ours).memory.values())[-1]
+
+    before, memory = trained([])
+    after, memory = trained([f"{row.cluster}:{row.kind}:-1" for row in memory.plans])
+    assert memory.repeated
+    assert torch.equal(before, after)
