@@ -200,6 +200,48 @@ class Race:
     chosen: str
 
 
+@dataclass(frozen=True)
+class PlanRow:
+    """What computing a cluster of operators again would save and cost, and whether that is done."""
+
+    cluster: str
+    kind: int
+    """1 computes again from what is kept, 2 from a copy of a smaller type."""
+    requested: int
+    """How many places were asked for; 0 where nobody asked, -1 for all."""
+    applied: int
+    frequency: int
+    """How many places there are."""
+    saving: int
+    """Bytes that all its places would save, at the sizes that the graph was compiled with."""
+    symbolic: str
+    """The same with the names of the sizes that can change."""
+    cost_ms: float
+    """Milliseconds that computing all its places again would take, estimated."""
+    shapes: tuple[str, ...]
+    """Types and sizes of what it saves, in one place."""
+
+
+@dataclass
+class GraphMemory:
+    """What one pair of forward and backward graphs keeps, computes again, and takes."""
+
+    graph: str
+    level: str
+    plans: list[PlanRow] = field(default_factory=list)
+    layers: int = 0
+    stash_without: int = 0
+    """Bytes kept for the backward if nothing is computed again."""
+    stash: int = 0
+    """Bytes that are kept, as all bytes here at the sizes that the graph was compiled with."""
+    repeated: int = 0
+    """How many operators are computed again."""
+    cost_ms: float = 0.0
+    """Milliseconds that this takes in every step, estimated."""
+    symbols: dict[str, int] = field(default_factory=dict)
+    """The sizes that can change, as they were."""
+
+
 class Watcher(Protocol):
     """Is told what is being done while it is done."""
 
@@ -231,6 +273,8 @@ class Report:
     """Figures over the steps, under the names that they have in a Trainer's log."""
     load_balance: LoadBalance | None = None
     inspection: Inspection | None = None
+    memory: dict[str, GraphMemory] = field(default_factory=dict)
+    """For each forward graph with a backward: what it keeps and takes."""
     watchers: list[Watcher] = field(default_factory=list, repr=False, compare=False)
     _fallbacks: Counter[tuple[str, Reason, str]] = field(default_factory=Counter)
     _places: dict[tuple[str, Reason, str], str] = field(default_factory=dict)
@@ -305,6 +349,7 @@ class Report:
                 for f in self.fallbacks
             ],
             "races": [asdict(item) for item in self.races],
+            "memory": [asdict(item) for item in self.memory.values()],
             "timings": dict(self.timings),
             "counters": dict(self.counters),
             "notes": list(self.notes),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 from weakref import finalize
 
@@ -26,7 +25,8 @@ from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.logs import configure
 from ort_accel.observe.progress import Progress
 from ort_accel.observe.report_file import ReportFile
-from ort_accel.recompute.partition import partition
+from ort_accel.recompute.optimizer import Recompute
+from ort_accel.recompute.partition import Pair
 from ort_accel.reporting import Report
 from ort_accel.runtime.cache import ModelCache
 from ort_accel.runtime.flavor import Flavor
@@ -54,6 +54,7 @@ class Backend:
             fusions=config.compute.fusions is not False,
             tuner=tuner(config, runtime, settings, report),
         )
+        self.recompute = Recompute(config.memory, report)
         self._graphs = 0
         self.report_file = self._report_file()
         inspect = config.density.inspect
@@ -68,7 +69,7 @@ class Backend:
             bw_compiler=self._compiler(f"backward {number}", static),
             inference_compiler=self._compiler(f"inference {number}", static),
             decompositions={},
-            partition_fn=partial(_partition, self._propagate_casts),
+            partition_fn=self._partition(f"graph {number}"),
             keep_inference_input_mutations=True,
         )
         with self.report.timed("capture"), attention_as(self.config.compute.attention):
@@ -112,13 +113,15 @@ class Backend:
 
         return compile_graph
 
+    def _partition(self, name: str) -> Callable[..., Pair]:
+        """A function that divides a joint graph into forward and backward."""
 
-def _partition(
-    prepare: Callable[[fx.Graph], None], joint: fx.GraphModule, inputs: Any, **how: Any
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    split_dropout(joint)
-    prepare(joint.graph)
-    return partition(joint, inputs, **how)
+        def divide(joint: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Pair:
+            split_dropout(joint)
+            self._propagate_casts(joint.graph)
+            return self.recompute.partition(joint, inputs, name, **how)
+
+        return divide
 
 
 def _lasting_inputs(module: fx.GraphModule) -> list[str]:

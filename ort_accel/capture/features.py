@@ -60,6 +60,10 @@ OBEYED = (
     "distributed.load_balancing.drop_last",
     "density.inspect",
     "density.inspect_every",
+    "memory.level",
+    "memory.plans",
+    "memory.plan_file",
+    "memory.probe",
     "observe.log_level",
     "observe.report_file",
     "observe.activation_statistics",
@@ -74,9 +78,6 @@ MISSING: dict[str, Any] = {
     "compute.loss_only": False,
     "compute.loss_in_graph": False,
     "compute.triton.enabled": False,
-    "memory.level": 0,
-    "memory.plans": (),
-    "memory.plan_file": None,
     "memory.budget": None,
     "memory.early_gradient_release": False,
     "memory.external_allocator": False,
@@ -94,7 +95,6 @@ FIXED = (
     "precision.cast_propagation.allow",
     "compute.triton.ops_file",
     "compute.triton.debug",
-    "memory.probe",
     "memory.offload",
     "density.threshold",
 )
@@ -139,6 +139,7 @@ def record_features(config: Config, runtime: Flavor, settings: SessionSettings, 
     _record_wish("density.inspect", every, report)
     file = config.observe.report_file
     _record_wish("observe.report_file", f"written to {file} when training ends" if file else "", report)
+    _record_memory(config, report)
     for path, without in MISSING.items():
         _record_missing(path, without, attrgetter(path)(config), report)
 
@@ -231,6 +232,20 @@ def _record_trainers(config: Config, report: Report) -> None:
         report.refused("observe.activation_statistics", how)
     else:
         report.off("observe.activation_statistics", "not asked for")
+
+
+def _record_memory(config: Config, report: Report) -> None:
+    memory = config.memory
+    ways = {
+        1: "everything within a transformer layer is computed again, its input is kept",
+        2: "as level 1, and copies of a smaller type are kept where a cast was there",
+    }
+    if memory.level in ways:
+        report.applied("memory.level", f"{memory.level}: {ways[memory.level]}")
+    else:
+        report.off("memory.level", "nothing is computed again but what plans or the model ask for")
+    _record_wish("memory.plans", ", ".join(memory.plans), report)
+    _record_wish("memory.plan_file", f"plans are read from {memory.plan_file}" if memory.plan_file else "", report)
 
 
 def _record_wish(path: str, effect: str, report: Report) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ort_accel.observe.memory import render_memory
 from ort_accel.reporting import Fallback, Feature, Race, Report, Runner, Segment, State
 
 WORDS = {State.APPLIED: "ON", State.REFUSED: "REFUSED", State.OFF: "OFF"}
@@ -51,8 +52,7 @@ def render(report: Report, everything: bool = True) -> RenderableType:
     forced = [item for item in report.fallbacks if not item.reason.is_choice]
     parts.append(_fallbacks("PyTorch runs what ONNX Runtime cannot", forced, longest))
     parts.append(_fallbacks("PyTorch runs by choice", choices, longest))
-    parts.append(_races(report.races, longest))
-    parts.append(_facts(report))
+    parts += [_races(report.races, longest), render_memory(report) if everything else None, _facts(report)]
     return Group(*(line for part in parts if part is not None for line in (part, Text())))
 
 

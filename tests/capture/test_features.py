@@ -22,10 +22,6 @@ UNUSUAL = {
     "precision.cache_cast_weights": True,
     "compute.loss_only": True,
     "compute.loss_in_graph": True,
-    "memory.level": 1,
-    "memory.plans": ["Gelu+:1:-1"],
-    "memory.budget": 0.5,
-    "memory.early_gradient_release": True,
     "density.labels": True,
     "density.padding": True,
     "density.threshold": 0.5,
@@ -78,8 +74,9 @@ def test_a_wish_that_cannot_be_obeyed_is_an_error(path):
 
 def test_all_such_wishes_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
-        features(density={"labels": True, "padding": True}, memory={"level": 1})
-    assert [problem.path for problem in caught.value.problems] == ["memory.level", "density.labels", "density.padding"]
+        features(density={"labels": True, "padding": True}, distributed={"zero3": True})
+    wanted = ["density.labels", "density.padding", "distributed.zero3"]
+    assert [problem.path for problem in caught.value.problems] == wanted
 
 
 @pytest.mark.parametrize("path", [path for path in MISSING if MISSING[path] in (False, 0)])
