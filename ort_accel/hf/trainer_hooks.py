@@ -52,7 +52,7 @@ def save_whole_for(wanted: Callable[[Trainer], bool]) -> None:
 @cache
 def save_whole_what_is_accelerated() -> None:
     """The same for every Trainer whose model runs on ONNX Runtime, with our callback or not."""
-    save_whole_for(lambda trainer: engine.config_of(trainer.model) is not None)
+    save_whole_for(lambda trainer: trainer.model is not None and engine.config_of(trainer.model) is not None)
 
 
 def _extend(name: str, method: Callable[..., Any]) -> None:

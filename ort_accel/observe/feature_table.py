@@ -73,7 +73,7 @@ def _shares(segments: Sequence[Segment]) -> RenderableType:
         return Text("Nothing was compiled yet: the model was not called since it was accelerated.")
     table = _table("run by ONNX Runtime", "nodes", "", "GFLOP, estimated", "", "graphs", "segments")
     for column in table.columns[1:]:
-        column.justify, column.no_wrap = "right", True
+        column.justify = "right"
     for kind in [*KINDS, ""]:
         part = [segment for segment in segments if segment.graph.startswith(kind)]
         if part:
