@@ -1,4 +1,4 @@
-"""Where `accelerate.Accelerator` is hooked, which is private to accelerate; checked with accelerate 1.15.
+"""Where `accelerate.Accelerator` is hooked, which is private to accelerate; checked with accelerate 1.10 and 1.15.
 
 Plain and data-parallel models pass through `prepare_model`, those of DeepSpeed, FSDP2 and Megatron-LM do not.
 """

@@ -3,7 +3,7 @@
 A callback is told that a checkpoint was saved, not that one is about to be; it sees the log after the reporters; it
 never sees a batch. So these three are extended in place, once. A Trainer without our callback runs as before, but for
 one whose model a launch put on ONNX Runtime: its checkpoints are written aside, too.
-Checked on transformers 5.23; tests/hf/test_trainer_hooks.py says which assumption broke.
+Checked on transformers 5.17 and 5.23; tests/hf/test_trainer_hooks.py says which assumption broke.
 """
 
 from __future__ import annotations
