@@ -1,4 +1,4 @@
-"""Where `accelerate.Accelerator` is hooked, which is private to accelerate; checked with accelerate 1.15.
+"""Where `accelerate.Accelerator` is hooked, which is private to accelerate; checked with accelerate 1.10 and 1.15.
 
 Plain and data-parallel models pass through `prepare_model`, those of DeepSpeed, FSDP2 and Megatron-LM do not.
 """
@@ -6,6 +6,7 @@ Plain and data-parallel models pass through `prepare_model`, those of DeepSpeed,
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -101,8 +102,17 @@ def _accelerate_once(model: nn.Module, config: Config, reason: str) -> None:
         engine.decline(model, config, reason)
     elif present is None:
         engine.accelerate(model, config)
+        _save_whole_in_trainers()
     elif present != config:
         engine.report(model).note("the script chose a configuration for this model, and that of the launch is not used")
+
+
+def _save_whole_in_trainers() -> None:
+    """A Trainer in an unchanged script has no callback of ours that would. Scripts without one need not import it."""
+    if "transformers.trainer" in sys.modules:
+        from ort_accel.hf.trainer_hooks import save_whole_what_is_accelerated
+
+        save_whole_what_is_accelerated()
 
 
 def _refuse_device(accelerator: Accelerator) -> None:

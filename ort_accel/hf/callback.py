@@ -46,6 +46,10 @@ class ORTAccelCallback(TrainerCallback):
                 "every step, so that nothing compiled for it stays valid; start one process a GPU "
                 f"(`torchrun --nproc_per_node {args.n_gpu} script.py`), or show it only one (`CUDA_VISIBLE_DEVICES=0`)"
             )
+        if self.config.engine.enabled and args.device.type == "mps":
+            raise OrtAccelError(
+                "the Trainer puts its model on mps, and no ONNX Runtime trains there; set use_cpu=True in its arguments"
+            )
         activate(model, self.config)
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **named: Any) -> None:
