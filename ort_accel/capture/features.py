@@ -48,6 +48,7 @@ OBEYED = (
     "optimizer.fp16.hysteresis",
     "optimizer.fp16.min_scale",
     "optimizer.fp16.replace_checks",
+    "distributed.zero3",
     "distributed.load_balancing.enabled",
     "distributed.load_balancing.complexity",
     "distributed.load_balancing.group_size",
@@ -80,7 +81,6 @@ MISSING: dict[str, Any] = {
     "density.padding": False,
     "density.inspect": False,
     "optimizer.step_in_backward": False,
-    "distributed.zero3": False,
     "observe.memory_stats": False,
 }
 """Features that this version does not have, with the value that does without them."""
@@ -110,9 +110,15 @@ def refuse_missing(config: Config) -> None:
         raise ConfigError(problems)
 
 
-def record_features(config: Config, runtime: Flavor, settings: SessionSettings, report: Report) -> None:
-    """Write into the report what is on, off and refused; a wish that cannot be obeyed is a `ConfigError`."""
+def record_features(
+    config: Config, runtime: Flavor, settings: SessionSettings, report: Report, partitioned: bool = False
+) -> None:
+    """Write into the report what is on, off and refused; a wish that cannot be obeyed is a `ConfigError`.
+
+    `partitioned` says that ZeRO stage 3 has spread the parameters of the model over several processes.
+    """
     refuse_missing(config)
+    _record_zero3(config, partitioned, report)
     report.versions |= {
         "ort_accel": ort_accel.__version__,
         "torch": str(torch.__version__),
@@ -214,6 +220,16 @@ def _record_trainers(config: Config, report: Report) -> None:
         report.refused("observe.activation_statistics", how)
     else:
         report.off("observe.activation_statistics", "not asked for")
+
+
+def _record_zero3(config: Config, partitioned: bool, report: Report) -> None:
+    if partitioned:
+        report.applied("distributed.zero3", "layers are gathered one by one")
+    elif config.distributed.zero3 is True:
+        text = "true, and this model is not partitioned by ZeRO stage 3; set zero_stage: 3 for DeepSpeed, or write auto"
+        raise ConfigError([Problem("distributed.zero3", text)])
+    else:
+        report.off("distributed.zero3", "the model is not partitioned" if config.distributed.zero3 else "switched off")
 
 
 def _record_wish(path: str, effect: str, report: Report) -> None:

@@ -35,7 +35,7 @@ class ORTAccelCallback(TrainerCallback):
         self.metrics = StepMetrics()
         install(ORTAccelCallback)
 
-    def start(self, args: TrainingArguments, model: nn.Module) -> None:
+    def start(self, args: TrainingArguments, model: nn.Module, optimizer: Any = None) -> None:
         """Activate the model of a Trainer; what already runs as configured is left as it is."""
         if self.config.engine.enabled and args.n_gpu > 1:
             raise OrtAccelError(
@@ -43,7 +43,7 @@ class ORTAccelCallback(TrainerCallback):
                 "every step, so that nothing compiled for it stays valid; start one process a GPU "
                 f"(`torchrun --nproc_per_node {args.n_gpu} script.py`), or show it only one (`CUDA_VISIBLE_DEVICES=0`)"
             )
-        activate(model, self.config)
+        activate(model, self.config, optimizer)
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **named: Any) -> None:
         """Activate the model, so that evaluation without training runs on it too."""
@@ -51,7 +51,7 @@ class ORTAccelCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, *_: Any, **named: Any) -> None:
         """Activate the model again: with `model_init` the Trainer has made a new one. Then settle its optimizer."""
-        self.start(args, named["model"])
+        self.start(args, named["model"], named.get("optimizer"))
         settle_optimizer(named.get("optimizer"), named["model"], self.config)
         self._activations = record_activations(named["model"], self.config)
         report = self.metrics.report = report_of(named["model"], self.config)

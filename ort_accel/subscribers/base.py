@@ -62,6 +62,9 @@ class SubscriberBase:
     def on_input_gradient(self, site: Site, gradient: torch.Tensor) -> None:
         """The backward leaves a module, with the gradient of what it was given."""
 
+    def on_subscribe(self, model: nn.Module) -> None:
+        """The subscription begins."""
+
     def on_unsubscribe(self) -> None:
         """The subscription ends."""
 
@@ -92,6 +95,8 @@ class SubscriberManager(Listener):
             raise OrtAccelError("this SubscriberManager has a model already; unsubscribe first, or make another one")
         self._model, self._subscribers, self.step = model, tuple(subscribers), -1
         listen(self._name, self)
+        for subscriber in self._subscribers:
+            subscriber.on_subscribe(model)
         for name, module in model.named_modules():
             self._kinds[name] = type(module).__name__
             self._handles += [
