@@ -60,9 +60,8 @@ class Compiled:
 
     def __init__(self, call: Callable[..., Any], name: str, backend: Backend) -> None:
         self._backend = backend
-        self._call: Callable[..., Any] = torch.compile(
-            own_entry(call, name), backend=backend, dynamic=_dynamic(backend)
-        )
+        entry = own_entry(call, name)
+        self._call: Callable[..., Any] = torch.compile(entry, backend=backend, dynamic=_dynamic(backend))
         self._open_sizes = OpenSizes() if backend.config.engine.dynamic_shapes == "auto" else None
         self._breaks = GraphBreaks()
 
@@ -83,6 +82,10 @@ class ModelCall:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        raise NotImplementedError
 
     def anew(self, model: nn.Module) -> ModelCall:
         """The same for this model, with nothing compiled yet."""

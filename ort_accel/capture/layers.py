@@ -53,7 +53,8 @@ class LayeredCall(ModelCall):
     ) -> None:
         """`undo` is called when the model is to be plain PyTorch again."""
         super().__init__(backend)
-        self._model_call, self._layers, self._undo = model._call_impl, tuple(layers), undo
+        self._model_call: Callable[..., Any] = model._call_impl
+        self._layers, self._undo = tuple(layers), undo
         kinds: dict[type[nn.Module], Compiled] = {}
         for layer in self._layers:
             kind = type(layer)
@@ -79,17 +80,17 @@ class _LayerCall:
 
     def __init__(self, layer: nn.Module, compiled: Compiled) -> None:
         self._layer, self._compiled = layer, compiled
+        self._call: Callable[..., Any] = layer._call_impl
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layer = self._layer
-        own = vars(layer).get("forward")
-        if own is not None or torch.compiler.is_compiling():
-            return layer._call_impl(*args, **kwargs)
-        vars(layer)["forward"] = self._forward
+        own = vars(self._layer)
+        if "forward" in own or torch.compiler.is_compiling():
+            return self._call(*args, **kwargs)
+        own["forward"] = self._forward
         try:
-            return layer._call_impl(*args, **kwargs)
+            return self._call(*args, **kwargs)
         finally:
-            del vars(layer)["forward"]
+            del own["forward"]
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and _is_empty(kwargs.get(CACHE)):

@@ -44,7 +44,7 @@ def activate(model: nn.Module, config: Config, optimizer: Any = None) -> None:
         return
     if is_partitioned(model) and (offload := offload_in(optimizer)) is not None:
         accelerate_partitioned(model, config, offload)
-    elif not is_deepspeed_zero3_enabled():
+    elif not is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
         ort_accel.accelerate(model, config)
 
 

@@ -1,4 +1,4 @@
-"""Models under DeepSpeed ZeRO stage 3 on the engine, layer by layer. All that is private to DeepSpeed is used here only.
+"""Models under DeepSpeed ZeRO stage 3 on the engine, layer by layer. What is private to DeepSpeed is used here only.
 
 DeepSpeed gathers and frees parameters in hooks of every module. Here a layer becomes one unit of that: its parameters
 are gathered before its forward and before its backward, and freed after, by DeepSpeed's own hooks around the layer's
@@ -60,8 +60,8 @@ class ZeROOffloadSubscriber(SubscriberBase):
     def on_subscribe(self, model: nn.Module) -> None:
         if not is_partitioned(model):
             raise OrtAccelError(
-                f"ZeRO stage 3 does not partition this {type(model).__name__}; give deepspeed.initialize a configuration "
-                'with "zero_optimization": {"stage": 3}, or call ort_accel.accelerate(model)'
+                f"ZeRO stage 3 does not partition this {type(model).__name__}; give deepspeed.initialize "
+                '"zero_optimization": {"stage": 3}, or call ort_accel.accelerate(model)'
             )
         accelerate_partitioned(model, self._config, self._offload)
         self._model = model
@@ -77,7 +77,7 @@ def is_partitioned(model: nn.Module) -> bool:
 
 
 def offload_in(*holders: Any) -> Any:
-    """What of DeepSpeed gathers and frees parameters, found in its engine or in the optimizer of one, wrapped or not."""
+    """What of DeepSpeed gathers and frees parameters, found in its engine or optimizer, wrapped or not."""
     for holder in holders:
         for candidate in _unwrapped(holder):
             offload = getattr(candidate, "parameter_offload", candidate)
@@ -102,19 +102,19 @@ def accelerate_partitioned(model: nn.Module, config: Config, offload: Any) -> No
     gathering = _Gathering(offload, layers)
     engine.accelerate_layers(model, config, layers, undo=gathering.undo)
     kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-    largest = max(sum(parameter.ds_numel for parameter in layer.parameters()) for layer in layers)
-    effect = (
-        f"{len(layers)} layers ({kinds}), gathered one by one and one ahead; the largest has {largest:,} parameters"
-    )
-    engine.report(model).applied(FEATURE, effect)
+    largest = max(sum(parameter.ds_numel for parameter in _parameters(layer)) for layer in layers)
+    how = f"{len(layers)} layers ({kinds}) are gathered one by one, and one ahead"
+    engine.report(model).applied(FEATURE, f"{how}; the largest has {largest:,} parameters")
 
 
 def live_parameters(model: nn.Module) -> int:
-    """How many numbers of gathered parameters this process holds now, beside those that DeepSpeed never partitions."""
-    gathered = {
-        id(p): p.ds_numel for p in model.parameters() if p.ds_status.name != "NOT_AVAILABLE" and not p.ds_persist
-    }
-    return sum(gathered.values())
+    """How many numbers of gathered parameters this process holds, beside those that DeepSpeed never partitions."""
+    return sum(p.ds_numel for p in _parameters(model) if p.ds_status.name != "NOT_AVAILABLE" and not p.ds_persist)
+
+
+def _parameters(module: nn.Module) -> list[Any]:
+    """The parameters with what DeepSpeed knows about each."""
+    return list(module.parameters())
 
 
 def _unwrapped(holder: Any) -> Iterator[Any]:
@@ -190,7 +190,7 @@ class _Gathering:
         """Let DeepSpeed put its hooks on the model again: on layers as a whole, or on all of their parts."""
         offload = self._offload
         for layer in self._layers:
-            layer._z3_leaf = whole
+            vars(layer)["_z3_leaf"] = whole
         offload._remove_module_hooks()
         offload.forward_hooks.clear()
         offload.backward_hooks.clear()
@@ -221,7 +221,7 @@ class _Gathering:
             self._following[self._latest] = module
         self._latest, self._ahead = moment, self._following.get(moment)
         if self._ahead is not None:
-            wanted = [p for p in self._ahead.parameters() if p.ds_status.name == "NOT_AVAILABLE"]
+            wanted = [p for p in _parameters(self._ahead) if p.ds_status.name == "NOT_AVAILABLE"]
             getattr(self._coordinator, _mangled("all_gather_params"))(wanted, phase != "backward")
 
     def _free(self, layer: nn.Module) -> None:
