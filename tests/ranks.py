@@ -50,8 +50,8 @@ def run_ranks(module, *arguments, ranks=2, timeout=200.0, **variables):
 
 def _wait(processes, timeout):
     end = time.monotonic() + timeout
-    while any(process.poll() is None for process in processes):
-        if any(process.returncode for process in processes):
+    while None in (codes := [process.poll() for process in processes]):
+        if any(codes):
             end = min(end, time.monotonic() + GRACE)
         if time.monotonic() > end:
             for process in processes:
