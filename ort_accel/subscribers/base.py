@@ -99,10 +99,10 @@ class SubscriberManager(Listener):
             subscriber.on_subscribe(model)
         for name, module in model.named_modules():
             self._kinds[name] = type(module).__name__
-            self._handles += [
-                module.register_forward_pre_hook(self._before(name), with_kwargs=True),
-                module.register_forward_hook(self._after(name), with_kwargs=True),
-            ]
+            if not name or self._any_overrides("before_forward", "on_input", "on_input_gradient"):
+                self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
+            if self._any_overrides("after_forward", "on_output", "on_output_gradient"):
+                self._handles.append(module.register_forward_hook(self._after(name), with_kwargs=True))
         recapture(model)
         return self
 
@@ -149,9 +149,12 @@ class SubscriberManager(Listener):
         for subscriber in self._subscribers:
             (subscriber.on_input_gradient if side == "in" else subscriber.on_output_gradient)(site, gradient)
 
+    def _any_overrides(self, *names: str) -> bool:
+        return any(_overrides(one, *names) for one in self._subscribers)
+
     def _before(self, name: str) -> Callable[..., Any]:
         subscribers = [one for one in self._subscribers if _overrides(one, "before_forward")]
-        watches = any(_overrides(one, "on_input", "on_input_gradient") for one in self._subscribers)
+        watches = self._any_overrides("on_input", "on_input_gradient")
         manager = self._name
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -165,7 +168,7 @@ class SubscriberManager(Listener):
 
     def _after(self, name: str) -> Callable[..., Any]:
         subscribers = [one for one in self._subscribers if _overrides(one, "after_forward")]
-        watches = any(_overrides(one, "on_output", "on_output_gradient") for one in self._subscribers)
+        watches = self._any_overrides("on_output", "on_output_gradient")
         manager = self._name
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
