@@ -28,24 +28,19 @@ def run_ranks(module, *arguments, ranks=2, timeout=200.0, **variables):
     """
     common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **variables}
-    files = [tempfile.TemporaryFile("w+") for _ in range(ranks)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-m", module, str(rank), *map(str, arguments)],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-        )
-        for rank, file in enumerate(files)
-    ]
-    _wait(processes, timeout)
-    outputs = []
-    for rank, file in enumerate(files):
-        file.seek(0)
-        outputs.append(f"rank {rank} ended with {processes[rank].returncode}\n{file.read()[-6000:]}")
-        file.close()
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(outputs)
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, str(rank)) for rank in range(ranks)]
+        processes = []
+        for rank, output in enumerate(outputs):
+            with output.open("w") as file:
+                command = [sys.executable, "-X", "faulthandler", "-m", module, str(rank), *map(str, arguments)]
+                places = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(subprocess.Popen(command, env=places, stdout=file, stderr=file, cwd=ROOT))
+        _wait(processes, timeout)
+        codes = [process.returncode for process in processes]
+        said = [output.read_text()[-6000:] for output in outputs]
+    ends = [f"rank {rank} ended with {code}\n{text}" for rank, (code, text) in enumerate(zip(codes, said, strict=True))]
+    assert not any(codes), "\n".join(ends)
 
 
 def _wait(processes, timeout):

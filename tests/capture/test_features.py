@@ -30,7 +30,6 @@ UNUSUAL = {
     "density.padding": True,
     "density.threshold": 0.5,
     "density.inspect": True,
-    "distributed.zero3": True,
     "observe.memory_stats": True,
 }
 

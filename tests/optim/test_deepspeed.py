@@ -9,6 +9,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """What both processes saw."""
