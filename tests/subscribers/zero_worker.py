@@ -239,7 +239,7 @@ def refusals(rank):
     found = {}
     for name, config, changed in (
         ("version", QUIET, {"CHECKED": SpecifierSet(">=1")}),
-        ("switch", QUIET | {"distributed": {"zero3": False}}, {}),
+        ("switch", QUIET | {"distributed": {"zero3": False}}, {"CHECKED": zero_offload.CHECKED}),
         ("lacking", QUIET, {"_OF_OFFLOAD": ("a_method_of_later",)}),
     ):
         engine = engine_for(Skipping, 3)
