@@ -24,7 +24,7 @@ from ort_accel.errors import OrtAccelError
 from ort_accel.subscribers.base import SubscriberBase
 
 CHECKED = SpecifierSet(">=0.19.6,<0.20")
-"""The versions of DeepSpeed that this file was checked with."""
+"""The versions of DeepSpeed that may be used; the tests run 0.19.8."""
 
 FEATURE = "distributed.zero3"
 
@@ -130,7 +130,7 @@ def _reason_to_decline(config: Config, offload: Any, layers: Sequence[nn.Module]
         return "ZeRO stage 3 shards it, and distributed.zero3 is false"
     version = importlib.metadata.version("deepspeed")
     if version not in CHECKED:
-        return f"ZeRO stage 3 shards it, and its layers were checked with deepspeed {CHECKED} only, not with {version}"
+        return f"ZeRO stage 3 shards it, and its layers need deepspeed {CHECKED}, not {version}"
     missing = _missing(offload, layers)
     if missing:
         return f"ZeRO stage 3 shards it, and this deepspeed {version} lacks {', '.join(missing)}"

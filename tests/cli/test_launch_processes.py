@@ -124,6 +124,13 @@ def test_a_trainer_in_two_processes_trains_as_one_with_one_pair_of_graphs(tmp_pa
     assert found["report"]["counters"]["compilations"] == 3, "forward and backward, and forward alone for evaluation"
 
 
+def test_a_process_that_is_killed_ends_the_job_with_an_error(tmp_path):
+    done = python(*LAUNCH, "--config_file", config_file(tmp_path, "ddp"), SCRIPTS / "dies.py", tmp_path, code=137)
+    assert "exitcode  : -9" in done.stderr
+    steps = {path.name for path in tmp_path.glob("[01] *")}
+    assert steps == {"0 0", "0 1", "1 0", "1 1"}, "nobody goes on without the others"
+
+
 def test_the_runner_works_as_a_module_of_accelerate_launch(tmp_path, eager_loop):
     out = tmp_path / "out.json"
     accelerate = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", 1, "--num_machines", 1]
