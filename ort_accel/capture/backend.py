@@ -37,10 +37,12 @@ from ort_accel.runtime.sessions import ModelFolder, Sessions
 class Backend:
     """Compiles the graphs of one model. Dynamo calls it once for each graph and set of shapes."""
 
-    def __init__(self, config: Config, report: Report) -> None:
+    def __init__(self, config: Config, report: Report, parameters_stay: bool = True) -> None:
+        """`parameters_stay` says that the memory of parameters is in place from step to step, and may be held."""
         self.config, self.report = config, report
+        self._parameters_stay = parameters_stay
         runtime, settings = chosen_runtime(config), session_settings(config)
-        record_features(config, runtime, settings, report)
+        record_features(config, runtime, settings, report, partitioned=not parameters_stay)
         level = config.observe.log_level
         configure(level)
         self.progress = Progress(report, level)
@@ -104,7 +106,7 @@ class Backend:
             self.report.counters["compilations"] += 1
             if not name.startswith("backward"):
                 split_dropout(module)
-                static.update(_lasting_inputs(module))
+                static.update(_lasting_inputs(module) if self._parameters_stay else ())
             if name.startswith("inference"):
                 self._propagate_casts(module.graph)
             program = lower_graph(module, self.lowering, name, bound=lambda node: node.name in static)

@@ -52,6 +52,7 @@ OBEYED = (
     "optimizer.fp16.hysteresis",
     "optimizer.fp16.min_scale",
     "optimizer.fp16.replace_checks",
+    "distributed.zero3",
     "distributed.load_balancing.enabled",
     "distributed.load_balancing.complexity",
     "distributed.load_balancing.group_size",
@@ -84,7 +85,6 @@ MISSING: dict[str, Any] = {
     "density.labels": False,
     "density.padding": False,
     "optimizer.step_in_backward": False,
-    "distributed.zero3": False,
     "observe.memory_stats": False,
 }
 """Features that this version does not have, with the value that does without them."""
@@ -118,9 +118,15 @@ def refuse_missing(config: Config) -> None:
         raise ConfigError(problems)
 
 
-def record_features(config: Config, runtime: Flavor, settings: SessionSettings, report: Report) -> None:
-    """Write into the report what is on, off and refused; a wish that cannot be obeyed is a `ConfigError`."""
+def record_features(
+    config: Config, runtime: Flavor, settings: SessionSettings, report: Report, partitioned: bool = False
+) -> None:
+    """Write into the report what is on, off and refused; a wish that cannot be obeyed is a `ConfigError`.
+
+    `partitioned` says that ZeRO stage 3 has spread the parameters of the model over several processes.
+    """
     refuse_missing(config)
+    _record_zero3(config, partitioned, report)
     report.versions |= {
         "ort_accel": ort_accel.__version__,
         "torch": str(torch.__version__),
@@ -246,6 +252,16 @@ def _record_memory(config: Config, report: Report) -> None:
         report.off("memory.level", "nothing is computed again but what plans or the model ask for")
     _record_wish("memory.plans", ", ".join(memory.plans), report)
     _record_wish("memory.plan_file", f"plans are read from {memory.plan_file}" if memory.plan_file else "", report)
+
+
+def _record_zero3(config: Config, partitioned: bool, report: Report) -> None:
+    if partitioned:
+        report.applied("distributed.zero3", "layers are gathered one by one")
+    elif config.distributed.zero3 is True:
+        text = "true, and this model is not partitioned by ZeRO stage 3; set zero_stage: 3 for DeepSpeed, or write auto"
+        raise ConfigError([Problem("distributed.zero3", text)])
+    else:
+        report.off("distributed.zero3", "the model is not partitioned" if config.distributed.zero3 else "switched off")
 
 
 def _record_wish(path: str, effect: str, report: Report) -> None:

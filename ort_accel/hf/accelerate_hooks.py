@@ -18,6 +18,7 @@ from ort_accel import engine
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.deepspeed_hooks import move_hooks_out_of
+from ort_accel.subscribers.zero_offload import accelerate_partitioned, is_partitioned, offload_in
 
 ConfigOf = Callable[[Accelerator], Config | None]
 """Which configuration the models of an Accelerator are to have; None leaves them alone."""
@@ -77,7 +78,9 @@ def _prepare_together(accelerator: Accelerator, config: Config, original: Callab
     _refuse_device(accelerator)
     prepared = original(*objects)
     for model in objects:
-        if isinstance(model, nn.Module):
+        if isinstance(model, nn.Module) and is_partitioned(model):
+            accelerate_partitioned(model, engine.config_of(model) or config, offload_in(*prepared))
+        elif isinstance(model, nn.Module):
             _accelerate_once(extract_model_from_parallel(model), config, _reason_to_decline(accelerator, model))
             if engine.config_of(model) is not None:
                 move_hooks_out_of(model, prepared)
@@ -90,8 +93,6 @@ def _reason_to_decline(accelerator: Accelerator, model: nn.Module) -> str:
         return "Megatron-LM builds another model in its place"
     if accelerator.distributed_type == DistributedType.FSDP or model_has_dtensor(model):
         return f"it is sharded, and {_BETWEEN_PARTS}"
-    if accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.zero_stage == 3:
-        return f"ZeRO stage 3 shards it, and {_BETWEEN_PARTS}; stages 1 and 2 run on ONNX Runtime"
     return ""
 
 

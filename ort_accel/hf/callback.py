@@ -38,7 +38,7 @@ class ORTAccelCallback(TrainerCallback):
         self.metrics = StepMetrics()
         install(ORTAccelCallback)
 
-    def start(self, args: TrainingArguments, model: nn.Module) -> None:
+    def start(self, args: TrainingArguments, model: nn.Module, optimizer: Any = None) -> None:
         """Activate the model of a Trainer; what already runs as configured is left as it is."""
         if self.config.engine.enabled and args.n_gpu > 1:
             raise OrtAccelError(
@@ -50,7 +50,7 @@ class ORTAccelCallback(TrainerCallback):
             raise OrtAccelError(
                 "the Trainer puts its model on mps, and no ONNX Runtime trains there; set use_cpu=True in its arguments"
             )
-        activate(model, self.config)
+        activate(model, self.config, optimizer)
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **named: Any) -> None:
         """Activate the model, so that evaluation without training runs on it too."""
@@ -58,7 +58,7 @@ class ORTAccelCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, *_: Any, **named: Any) -> None:
         """Activate the model again: with `model_init` the Trainer has made a new one. Then settle its optimizer."""
-        self.start(args, named["model"])
+        self.start(args, named["model"], named.get("optimizer"))
         settle_optimizer(named.get("optimizer"), named["model"], self.config)
         self._activations = record_activations(named["model"], self.config)
         report = self.metrics.report = report_of(named["model"], self.config)

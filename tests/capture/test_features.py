@@ -25,7 +25,6 @@ UNUSUAL = {
     "density.labels": True,
     "density.padding": True,
     "density.threshold": 0.5,
-    "distributed.zero3": True,
     "observe.memory_stats": True,
 }
 
