@@ -18,7 +18,7 @@ setup: .venv/.ready .venv-inference/.ready ## Both environments, at the locked v
 .venv/.ready .venv-inference/.ready: pyproject.toml $(LOCK)
 	@test -n "$(PYTHON)" || { echo "ort_accel needs Python 3.11 or 3.12 here: onnxruntime-training has no build for others. Set PYTHON=/path/to/python3.11" >&2; exit 2; }
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --quiet --constraint $(LOCK) pip hatchling editables
+	$(@D)/bin/python -m pip install --quiet --constraint $(LOCK) pip hatchling editables setuptools
 	$(@D)/bin/python -m pip install --quiet --constraint $(LOCK) --no-build-isolation --editable '.[$(if $(findstring inference,$@),cpu,training),$(EXTRAS)]'
 	touch $@
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from ort_accel.capture.activation import CompiledCall
+from ort_accel.capture.activation import CompiledCall, ModelCall
 from ort_accel.capture.backend import Backend
+from ort_accel.capture.layers import LayeredCall
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
+from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.logs import LOG, configure
 from ort_accel.observe.report_file import ReportFile
 from ort_accel.observe.report_file import save_report as write_report
@@ -44,9 +46,25 @@ def accelerate(model: Model, config: ConfigSource = None) -> Model:
     return model
 
 
+def accelerate_layers(
+    model: Model, config: Config, layers: Sequence[nn.Module], undo: Callable[[], None] = lambda: None
+) -> Model:
+    """Let these layers of a model run on ONNX Runtime, each by itself, with Python between them; in place.
+
+    For parameters that are only there while their layer runs. Layers that are alike share what is compiled. `undo` is
+    called when the model is restored.
+    """
+    _refuse(model)
+    restore(model)
+    model._compiled_call_impl = LayeredCall(model, Backend(config, Report(), parameters_stay=False), layers, undo)
+    return model
+
+
 def restore(model: Model) -> Model:
     """Make an accelerated model plain PyTorch again; returns the same model. A plain model stays as it is."""
-    if _call_of(model) is not None:
+    call = _call_of(model)
+    if call is not None:
+        call.release()
         model._compiled_call_impl = None
     return model
 
@@ -71,11 +89,16 @@ def config_of(model: nn.Module) -> Config | None:
     return None if call is None else call.backend.config
 
 
+def runs_by_layers(model: nn.Module) -> bool:
+    """Whether a model is accelerated layer by layer."""
+    return isinstance(_call_of(model), LayeredCall)
+
+
 def recapture(model: nn.Module) -> None:
     """Forget what was compiled for an accelerated model, since its hooks changed. A plain model stays as it is."""
     call = _call_of(model)
     if call is not None:
-        model._compiled_call_impl = CompiledCall(model, call.backend)
+        model._compiled_call_impl = call.anew(model)
 
 
 def report(model: nn.Module) -> Report:
@@ -100,9 +123,15 @@ def report_file_of(model: nn.Module) -> ReportFile | None:
     return None if call is None else call.backend.report_file
 
 
-def _call_of(model: nn.Module) -> CompiledCall | None:
+def inspector_of(model: nn.Module) -> DensityInspector | None:
+    """What looks at the batches of an accelerated model, where `density.inspect` asks for it."""
+    call = _call_of(model)
+    return None if call is None else call.backend.inspector
+
+
+def _call_of(model: nn.Module) -> ModelCall | None:
     call = model._compiled_call_impl
-    return call if isinstance(call, CompiledCall) else None
+    return call if isinstance(call, ModelCall) else None
 
 
 def _refuse(model: nn.Module) -> None:

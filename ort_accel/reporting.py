@@ -143,6 +143,105 @@ class LoadBalance:
     waiting_after: float
 
 
+@dataclass(frozen=True)
+class InputDensity:
+    """How much of one input of one batch counts."""
+
+    step: int
+    kind: str
+    """EMBED for tokens, LABEL for labels."""
+    name: str
+    pad: int | None
+    """What stands where nothing counts, if that is known."""
+    valid: int
+    total: int
+    rows: tuple[int, ...]
+    """How many count in each row."""
+
+    @property
+    def density(self) -> float:
+        """The share that counts."""
+        return self.valid / self.total
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of making batches, and what it computes for all that were looked at."""
+
+    name: str
+    flops: float
+    """Estimated, of forward and backward."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What batches hold, and what that means."""
+
+    rows: list[InputDensity]
+    """Of the batches since the table before."""
+    batches: int
+    """From how many batches the rest is worked out."""
+    ways: list[Way]
+    """Dense first; the last one computes only what counts."""
+    processes: int
+    waiting: tuple[float, float] | None
+    """The share of time that so many processes would wait for the slowest, as batches came and with load balancing."""
+
+
+@dataclass(frozen=True)
+class Race:
+    """Alternatives that were timed against each other, and what was chosen."""
+
+    graph: str
+    subject: str
+    count: int
+    """How many nodes it holds for."""
+    seconds: dict[str, float]
+    chosen: str
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """What computing a cluster of operators again would save and cost, and whether that is done."""
+
+    cluster: str
+    kind: int
+    """1 computes again from what is kept, 2 from a copy of a smaller type."""
+    requested: int
+    """How many places were asked for; 0 where nobody asked, -1 for all."""
+    applied: int
+    frequency: int
+    """How many places there are."""
+    saving: int
+    """Bytes that all its places would save, at the sizes that the graph was compiled with."""
+    symbolic: str
+    """The same with the names of the sizes that can change."""
+    cost_ms: float
+    """Milliseconds that computing all its places again would take, estimated."""
+    shapes: tuple[str, ...]
+    """Types and sizes of what it saves, in one place."""
+
+
+@dataclass
+class GraphMemory:
+    """What one pair of forward and backward graphs keeps, computes again, and takes."""
+
+    graph: str
+    level: str
+    plans: list[PlanRow] = field(default_factory=list)
+    layers: int = 0
+    stash_without: int = 0
+    """Bytes kept for the backward if nothing is computed again."""
+    stash: int = 0
+    """Bytes that are kept, as all bytes here at the sizes that the graph was compiled with."""
+    repeated: int = 0
+    """How many operators are computed again."""
+    cost_ms: float = 0.0
+    """Milliseconds that this takes in every step, estimated."""
+    symbols: dict[str, int] = field(default_factory=dict)
+    """The sizes that can change, as they were."""
+
+
 class Watcher(Protocol):
     """Is told what is being done while it is done."""
 
@@ -161,6 +260,8 @@ class Report:
     """What was decided and measured with."""
     features: dict[str, Feature] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
+    races: list[Race] = field(default_factory=list)
+    """What `compute.tuning` timed."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds of start-up work, by phase; a phase inside of another counts for itself only."""
     counters: Counter[str] = field(default_factory=Counter)
@@ -171,6 +272,9 @@ class Report:
     series: dict[str, Series] = field(default_factory=dict)
     """Figures over the steps, under the names that they have in a Trainer's log."""
     load_balance: LoadBalance | None = None
+    inspection: Inspection | None = None
+    memory: dict[str, GraphMemory] = field(default_factory=dict)
+    """For each forward graph with a backward: what it keeps and takes."""
     watchers: list[Watcher] = field(default_factory=list, repr=False, compare=False)
     _fallbacks: Counter[tuple[str, Reason, str]] = field(default_factory=Counter)
     _places: dict[tuple[str, Reason, str], str] = field(default_factory=dict)
@@ -244,10 +348,13 @@ class Report:
                 {"op": f.op, "reason": f.reason.value, "count": f.count, "detail": f.detail, "where": f.where}
                 for f in self.fallbacks
             ],
+            "races": [asdict(item) for item in self.races],
+            "memory": [asdict(item) for item in self.memory.values()],
             "timings": dict(self.timings),
             "counters": dict(self.counters),
             "notes": list(self.notes),
             "series": {name: [asdict(point) for point in series.points] for name, series in self.series.items()},
             "load_balance": asdict(self.load_balance) if self.load_balance else None,
+            "inspection": asdict(self.inspection) if self.inspection else None,
             "config": dict(self.config),
         }

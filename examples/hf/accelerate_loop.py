@@ -1,7 +1,7 @@
 """A training loop of one's own with Accelerate, on ONNX Runtime, and beside it on eager PyTorch.
 
 python examples/hf/accelerate_loop.py --compare_eager
-accelerate launch --cpu examples/hf/accelerate_loop.py --num_train_epochs 3
+accelerate launch --num_processes 1 examples/hf/accelerate_loop.py --num_train_epochs 3
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
 
 import ort_accel
+from ort_accel.hf import ORTAccelPlugin
 from ort_accel.observe.feature_table import render
 
 
@@ -37,6 +38,7 @@ class Arguments:
     num_train_epochs: int = field(default=4, metadata={"help": "How often every review is seen."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on this many reviews at most."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on this many reviews at most."})
+    cpu: bool = field(default=False, metadata={"help": "Train on the CPU, even where there is a GPU."})
     seed: int = field(default=42, metadata={"help": "Of weights, batches and dropout."})
     compare_eager: bool = field(default=False, metadata={"help": "Train on eager PyTorch first, and compare."})
 
@@ -58,20 +60,21 @@ def loaders(args: Arguments) -> tuple[DataLoader, DataLoader]:
     )
 
 
-def train(args: Arguments, name: str, on_onnxruntime: bool) -> tuple[Outcome, torch.nn.Module]:
-    """The loop. What makes it run on ONNX Runtime is one line."""
+def train(
+    args: Arguments, accelerator: Accelerator, name: str, on_onnxruntime: bool
+) -> tuple[Outcome, torch.nn.Module]:
+    """The loop. Nothing in it is about ONNX Runtime but the line that takes the eager model off it again."""
     set_seed(args.seed)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=args.gradient_accumulation_steps)
     model = AutoModelForSequenceClassification.from_pretrained(
-        args.model_name_or_path or str(minilm()), num_labels=len(LABELS)
+        args.model_name_or_path or str(minilm()), num_labels=len(LABELS), problem_type="single_label_classification"
     )
-    if on_onnxruntime:
-        ort_accel.accelerate(model, args.ort_config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     train_batches, eval_batches = loaders(args)
     prepared, optimizer, train_batches, eval_batches = accelerator.prepare(
         model, optimizer, train_batches, eval_batches
     )
+    if not on_onnxruntime:
+        ort_accel.restore(accelerator.unwrap_model(prepared))
     prepared.train()
     steps: list[tuple[int, float]] = []
     with PeakMemory() as memory:
@@ -91,7 +94,9 @@ def train(args: Arguments, name: str, on_onnxruntime: bool) -> tuple[Outcome, to
         sum(n for n, _ in part) / sum(s for _, s in part) if part else None for part in (steps, steps[2:])
     )
     outcome = Outcome(name, loss.item(), eval_loss, accuracy, rate, warm_rate, memory.growth, wall_time)
-    return outcome, accelerator.unwrap_model(prepared)
+    model = accelerator.unwrap_model(prepared)
+    accelerator.free_memory()
+    return outcome, model
 
 
 @torch.no_grad()
@@ -109,11 +114,15 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, batches: DataLoad
 
 def run(args: Arguments, console: Console) -> None:
     """Train once, or twice to compare, and show what was measured."""
-    ort_accel.load_config(args.ort_config)  # a wrong file is refused before anything runs
-    outcomes = [train(args, "eager PyTorch", on_onnxruntime=False)[0]] if args.compare_eager else []
-    outcome, model = train(args, "ort_accel", on_onnxruntime=True)
+    accelerator = Accelerator(
+        cpu=args.cpu,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        dynamo_plugin=ORTAccelPlugin(args.ort_config),
+    )
+    outcomes = [train(args, accelerator, "eager PyTorch", on_onnxruntime=False)[0]] if args.compare_eager else []
+    outcome, model = train(args, accelerator, "ort_accel", on_onnxruntime=True)
     show_outcomes(console, [*outcomes, outcome])
-    console.print(render(ort_accel.report(model)))
+    console.print(render(ort_accel.report(model), everything=False))
 
 
 def main() -> int:

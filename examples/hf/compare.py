@@ -123,7 +123,7 @@ def train_and_show(
     trainer = build(ours)
     outcomes.append(measure("ort_accel", trainer))
     show_outcomes(console, outcomes)
-    console.print(render(ort_accel.report(trainer.model)))
+    console.print(render(ort_accel.report(trainer.model), everything=False))
     return trainer
 
 

@@ -89,6 +89,7 @@ def build(trainer: type[Trainer], task: Task) -> Trainer:
     model = AutoModelForSequenceClassification.from_pretrained(
         task.script.model_name_or_path,
         num_labels=len(LABELS),
+        problem_type="single_label_classification",  # or the model finds it out in the first step, and is compiled anew
         id2label=dict(enumerate(LABELS)),
         label2id={label: number for number, label in enumerate(LABELS)},
     )

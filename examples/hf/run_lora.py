@@ -46,7 +46,9 @@ class Arguments(classification.Arguments):
 
 def adapted(script: ScriptArguments) -> PreTrainedModel:
     """The model with an adapter in each attention; its head is trained as a whole."""
-    model = AutoModelForSequenceClassification.from_pretrained(script.model_name_or_path, num_labels=len(LABELS))
+    model = AutoModelForSequenceClassification.from_pretrained(
+        script.model_name_or_path, num_labels=len(LABELS), problem_type="single_label_classification"
+    )
     lora = LoraConfig(
         task_type="SEQ_CLS",
         r=script.lora_r,

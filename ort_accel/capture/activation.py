@@ -42,8 +42,8 @@ class OpenSizes:
             torch._dynamo.maybe_mark_dynamic(tensor, sorted(dims))
 
 
-def own_entry(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that only makes this call, with code that no other model shares.
+def own_entry(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function that only makes this call, with code that nothing else shares.
 
     Dynamo keeps what it compiled with the code where capture begins, and counts it against a limit. With shared code a
     search that builds many models would run the later ones in eager mode. Besides, Dynamo does not look into torch's
@@ -53,24 +53,22 @@ def own_entry(call: Callable[..., Any]) -> Callable[..., Any]:
     def entry(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    entry.__code__ = entry.__code__.replace(co_name=f"call_of_{type(call.__self__).__name__}")  # type: ignore[attr-defined]
+    entry.__code__ = entry.__code__.replace(co_name=f"call_of_{name}")
     return entry
 
 
-class CompiledCall:
-    """What a module runs when it is called. Lives in the module's slot for `nn.Module.compile`."""
+class Compiled:
+    """A function that is compiled whenever it meets something new."""
 
-    def __init__(self, model: nn.Module, backend: Backend) -> None:
-        self.backend = backend
-        self._model_call: Callable[..., Any] = model._call_impl
+    def __init__(self, call: Callable[..., Any], name: str, backend: Backend) -> None:
+        self._plain, self._name, self._backend = call, name, backend
         self._calls: dict[Mode | None, Callable[..., Any]] = {}
         self._open_sizes = OpenSizes() if backend.config.engine.dynamic_shapes == "auto" else None
         self._breaks = GraphBreaks()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self._model_call(*args, **kwargs)
-        self.backend.progress.call()
+            return self._plain(*args, **kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, UnreadTensor) for leaf in leaves):
             args, kwargs = read_all((args, kwargs))
@@ -78,19 +76,60 @@ class CompiledCall:
         if self._open_sizes is not None:
             self._open_sizes.mark([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         # On every call: a mode or a `requires_grad` that changes leads to a capture, too.
-        with capturing(), graph_breaks_in(self.backend.report, self._breaks, self.backend.policy.check):
-            mode = self.backend.skipping.mode
+        backend = self._backend
+        with capturing(), graph_breaks_in(backend.report, self._breaks, backend.policy.check):
+            mode = backend.skipping.mode
             result = self._compiled(mode)(*args, **kwargs)
             if mode is None:  # the first batch has decided, and what was compiled is for that mode
-                self._calls[self.backend.skipping.mode] = self._calls.pop(None)
+                self._calls[backend.skipping.mode] = self._calls.pop(None)
             return result
 
     def _compiled(self, mode: Mode | None) -> Callable[..., Any]:
-        """What runs the model in a mode; what was compiled for another one is kept."""
+        """What runs in a mode; what was compiled for another one is kept."""
         if mode not in self._calls:
-            entry = own_entry(self._model_call)
-            self._calls[mode] = torch.compile(entry, backend=self.backend, dynamic=_dynamic(self.backend))
+            entry = own_entry(self._plain, self._name)
+            self._calls[mode] = torch.compile(entry, backend=self._backend, dynamic=_dynamic(self._backend))
         return self._calls[mode]
+
+
+class ModelCall:
+    """What an accelerated model runs when it is called. Lives in the module's slot for `nn.Module.compile`."""
+
+    def __init__(self, model: nn.Module, backend: Backend) -> None:
+        self.backend, self._model = backend, model
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        """Told of a call that is about to be made."""
+        self.backend.progress.call()
+        if self.backend.inspector is not None:
+            self.backend.inspector.call(self._model, args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        raise NotImplementedError
+
+    def anew(self, model: nn.Module) -> ModelCall:
+        """The same for this model, with nothing compiled yet."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Leave what it put elsewhere in the model."""
+
+
+class CompiledCall(ModelCall):
+    """Runs a model that is captured as a whole."""
+
+    def __init__(self, model: nn.Module, backend: Backend) -> None:
+        super().__init__(model, backend)
+        self._call = Compiled(model._call_impl, type(model).__name__, backend)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self.begin(args, kwargs)
+        return self._call(*args, **kwargs)
+
+    def anew(self, model: nn.Module) -> CompiledCall:
+        return CompiledCall(model, self.backend)
 
 
 def _dynamic(backend: Backend) -> bool | None:

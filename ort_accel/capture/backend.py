@@ -12,22 +12,25 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext
 
 from ort_accel.capture.attention import attention_as
-from ort_accel.capture.choice import chosen_runtime, opset, session_settings
+from ort_accel.capture.choice import chosen_runtime, opset, session_settings, tuner
 from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features
-from ort_accel.capture.forward_graph import Tracer, breaks_off
+from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
 from ort_accel.capture.randomness import split_dropout
 from ort_accel.capture.refusals import refuse_forbidden
 from ort_accel.capture.skipping import Skipping, SkippingPolicy, Smaller, hints, tables_of
 from ort_accel.config import Config, load_config
+from ort_accel.lowering.casts import propagate_casts
 from ort_accel.lowering.lower_graph import Lowering, lower_graph
 from ort_accel.lowering.program import Program
+from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.logs import configure
 from ort_accel.observe.progress import Progress
 from ort_accel.observe.report_file import ReportFile
-from ort_accel.recompute.partition import partition
+from ort_accel.recompute.optimizer import Recompute
+from ort_accel.recompute.partition import Pair
 from ort_accel.reporting import Report
-from ort_accel.rewrite.pipeline import propose
+from ort_accel.rewrite.pipeline import NothingToSkip, propose
 from ort_accel.runtime.cache import ModelCache
 from ort_accel.runtime.flavor import Flavor
 from ort_accel.runtime.session import SessionSettings
@@ -37,12 +40,15 @@ from ort_accel.runtime.sessions import ModelFolder, Sessions
 class Backend:
     """Compiles the graphs of one model. Dynamo calls it once for each graph and set of shapes."""
 
-    def __init__(self, config: Config, report: Report) -> None:
+    def __init__(self, config: Config, report: Report, parameters_stay: bool = True) -> None:
+        """`parameters_stay` says that the memory of parameters is in place from step to step, and may be held."""
         self.config, self.report = config, report
+        self._parameters_stay = parameters_stay
         runtime, settings = chosen_runtime(config), session_settings(config)
-        record_features(config, runtime, settings, report)
-        configure(config.observe.log_level)
-        self.progress = Progress(report, config.observe.log_level)
+        record_features(config, runtime, settings, report, partitioned=not parameters_stay)
+        level = config.observe.log_level
+        configure(level)
+        self.progress = Progress(report, level)
         self.policy = FallbackPolicy(config, report)
         self.lowering = Lowering(
             sessions=Sessions(settings, self._cache(runtime, settings), self._folder()),
@@ -51,11 +57,15 @@ class Backend:
             unwanted=frozenset(config.engine.run_in_pytorch),
             failed=self.policy.failed,
             fusions=config.compute.fusions is not False,
+            tuner=tuner(config, runtime, settings, report),
         )
         self.skipping = SkippingPolicy(config, self.report)
+        self.recompute = Recompute(config.memory, report)
         self._graphs = 0
         self._is_broken = False
         self.report_file = self._report_file()
+        inspect = config.density.inspect
+        self.inspector = DensityInspector(report, config.density.inspect_every, level) if inspect else None
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         refuse_forbidden(module, self.config.engine)
@@ -68,20 +78,24 @@ class Backend:
     def _for_rows(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph for the rows that count, or the whole one where there is no gain."""
         policy = self.skipping
+        tracer = Tracer(inputs)
         try:
-            found = self._smaller(module, inputs)
+            found = self._smaller(module, inputs, tracer)
         except Exception as error:  # a model that cannot be analysed runs whole, and the report says why
+            tracer.conditions()
             policy.refused(error)
             return self._compile(module, inputs)
         if found.smaller is None:
-            return Skipping(found.proposal, policy, self._compile(module, inputs), module, compact=False)
+            return Skipping(found.proposal, policy, self._compile(module, inputs), module)
         policy.unread(len(found.proposal.unread))
         compiled = self._compile(found.smaller, [*inputs, *found.tables])
-        return Skipping(found.proposal, policy, compiled, module, compact=True)
+        return Skipping(found.proposal, policy, compiled, module, tracer.conditions())
 
-    def _smaller(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Smaller:
+    def _smaller(self, module: fx.GraphModule, inputs: Sequence[Any], tracer: Tracer) -> Smaller:
         """What can be left out of a graph, and the smaller graph where that is worth it."""
-        policy, tracer = self.skipping, Tracer(inputs)
+        policy = self.skipping
+        if own_backwards(module):
+            raise NothingToSkip("a part of the model has a backward of its own, or is checkpointed")
         loss_only = policy.loss_only and not self._is_broken
         proposal = propose(tracer.trace(module), inputs, policy.wishes, loss_only=loss_only)
         batch = proposal.front(hints(inputs))
@@ -98,7 +112,7 @@ class Backend:
             bw_compiler=self._compiler(f"backward {number}", static),
             inference_compiler=self._compiler(f"inference {number}", static),
             decompositions={},
-            partition_fn=_partition,
+            partition_fn=self._partition(f"graph {number}"),
             keep_inference_input_mutations=True,
         )
         return compile_graph(module, inputs)
@@ -121,6 +135,10 @@ class Backend:
         engine = self.config.engine
         return ModelFolder(engine.save_onnx, engine.onnx_prefix) if engine.save_onnx else None
 
+    def _propagate_casts(self, graph: fx.Graph) -> None:
+        if self.config.precision.cast_propagation.level and (count := propagate_casts(graph)):
+            self.report.counters["casts left out"] += count
+
     def _compiler(self, name: str, static: set[str]) -> Callable[..., Program]:
         """A compiler for one of the graphs; `static` passes the names of lasting inputs from forward to backward."""
 
@@ -128,17 +146,24 @@ class Backend:
             self.report.counters["compilations"] += 1
             if not name.startswith("backward"):
                 split_dropout(module)
-                static.update(_lasting_inputs(module))
+                static.update(_lasting_inputs(module) if self._parameters_stay else ())
+            if name.startswith("inference"):
+                self._propagate_casts(module.graph)
             program = lower_graph(module, self.lowering, name, bound=lambda node: node.name in static)
             self.policy.check(name)
             return program
 
         return compile_graph
 
+    def _partition(self, name: str) -> Callable[..., Pair]:
+        """A function that divides a joint graph into forward and backward."""
 
-def _partition(joint: fx.GraphModule, inputs: Any, **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    split_dropout(joint)
-    return partition(joint, inputs, **how)
+        def divide(joint: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Pair:
+            split_dropout(joint)
+            self._propagate_casts(joint.graph)
+            return self.recompute.partition(joint, inputs, name, **how)
+
+        return divide
 
 
 def _lasting_inputs(module: fx.GraphModule) -> list[str]:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
+from ort_accel.lowering.tune.choose import Tuner
 from ort_accel.observe.logs import severity
+from ort_accel.reporting import Report
 from ort_accel.runtime.flavor import Flavor, installed_runtime
 from ort_accel.runtime.session import SessionSettings
+from ort_accel.runtime.tuning import Results, Stopwatch, context_of
 
 OPSET = 20
 """The newest operator set that the lowerings are written for."""
+
+TUNING_FILE = "tuning.json"
+"""Keeps measurements in `engine.cache_dir` where no other file is named."""
 
 
 def chosen_runtime(config: Config) -> Flavor:
@@ -53,3 +61,14 @@ def opset(config: Config, runtime: Flavor) -> int:
             f"engine.opset is {wish}, but {runtime.distribution} {runtime.version} runs {runtime.newest_opset} at most"
         )
     return wish
+
+
+def tuner(config: Config, runtime: Flavor, settings: SessionSettings, report: Report) -> Tuner | None:
+    """What measures, where that is asked for."""
+    wish, folder = config.compute.tuning, config.engine.cache_dir
+    if not wish.enabled:
+        return None
+    path = folder / TUNING_FILE if wish.results is None and folder is not None else wish.results
+    limit = wish.max_duration_ms / 1e3 if wish.max_duration_ms else math.inf
+    results = Results(path, context_of(runtime, settings), report)
+    return Tuner(opset(config, runtime), settings, Stopwatch(limit), results, report, settings.deterministic)

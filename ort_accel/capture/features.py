@@ -36,6 +36,7 @@ OBEYED = (
     "engine.deterministic",
     "engine.custom_autograd",
     "engine.allow_checkpoint",
+    "precision.cast_propagation.level",
     "compute.fusions",
     "compute.attention",
     "compute.upstream",
@@ -43,6 +44,9 @@ OBEYED = (
     "density.labels",
     "density.padding",
     "density.threshold",
+    "compute.tuning.enabled",
+    "compute.tuning.max_duration_ms",
+    "compute.tuning.results",
     "optimizer.name",
     "optimizer.mode",
     "optimizer.fp16.enabled",
@@ -53,12 +57,19 @@ OBEYED = (
     "optimizer.fp16.hysteresis",
     "optimizer.fp16.min_scale",
     "optimizer.fp16.replace_checks",
+    "distributed.zero3",
     "distributed.load_balancing.enabled",
     "distributed.load_balancing.complexity",
     "distributed.load_balancing.group_size",
     "distributed.load_balancing.random_level",
     "distributed.load_balancing.seed",
     "distributed.load_balancing.drop_last",
+    "density.inspect",
+    "density.inspect_every",
+    "memory.level",
+    "memory.plans",
+    "memory.plan_file",
+    "memory.probe",
     "observe.log_level",
     "observe.report_file",
     "observe.activation_statistics",
@@ -67,21 +78,14 @@ OBEYED = (
 
 MISSING: dict[str, Any] = {
     "engine.skip_checks": False,
-    "precision.cast_propagation.level": 0,
     "precision.cache_cast_weights": False,
     "compute.conv_algorithm": "heuristic",
     "compute.loss_in_graph": False,
     "compute.triton.enabled": False,
-    "compute.tuning.enabled": False,
-    "memory.level": 0,
-    "memory.plans": (),
-    "memory.plan_file": None,
     "memory.budget": None,
     "memory.early_gradient_release": False,
     "memory.external_allocator": False,
-    "density.inspect": False,
     "optimizer.step_in_backward": False,
-    "distributed.zero3": False,
     "observe.memory_stats": False,
 }
 """Features that this version does not have, with the value that does without them."""
@@ -92,27 +96,37 @@ FIXED = (
     "precision.cast_propagation.allow",
     "compute.triton.ops_file",
     "compute.triton.debug",
-    "compute.tuning.max_duration_ms",
-    "compute.tuning.results",
-    "memory.probe",
     "memory.offload",
-    "density.inspect_every",
 )
 """Keys that nothing reads in this version, so that only their default is true."""
+
+FUSED = (
+    "those of ONNX Runtime, the gradient of a cross-entropy in one sweep, and PyTorch's fused attention in single "
+    "precision where its 16-bit kernels are slower"
+)
+
+PARTLY: dict[str, tuple[Any, ...]] = {"precision.cast_propagation.level": (0, 1)}
+"""Keys of which only these values are to be had in this version."""
 
 _DEFAULTS = Config()
 
 
 def refuse_missing(config: Config) -> None:
     """Raise a `ConfigError` that lists every wish this version cannot obey."""
-    problems = [problem for path in (*MISSING, *FIXED) if (problem := _problem(config, path)) is not None]
+    problems = [problem for path in (*MISSING, *FIXED, *PARTLY) if (problem := _problem(config, path)) is not None]
     if problems:
         raise ConfigError(problems)
 
 
-def record_features(config: Config, runtime: Flavor, settings: SessionSettings, report: Report) -> None:
-    """Write into the report what is on, off and refused; a wish that cannot be obeyed is a `ConfigError`."""
+def record_features(
+    config: Config, runtime: Flavor, settings: SessionSettings, report: Report, partitioned: bool = False
+) -> None:
+    """Write into the report what is on, off and refused; a wish that cannot be obeyed is a `ConfigError`.
+
+    `partitioned` says that ZeRO stage 3 has spread the parameters of the model over several processes.
+    """
     refuse_missing(config)
+    _record_zero3(config, partitioned, report)
     report.versions |= {
         "ort_accel": ort_accel.__version__,
         "torch": str(torch.__version__),
@@ -127,16 +141,19 @@ def record_features(config: Config, runtime: Flavor, settings: SessionSettings, 
     _record_compute(config, report)
     _record_optimizer(config, report)
     _record_trainers(config, report)
+    every = f"the density table, every {config.density.inspect_every} batches" if config.density.inspect else ""
+    _record_wish("density.inspect", every, report)
     file = config.observe.report_file
     _record_wish("observe.report_file", f"written to {file} when training ends" if file else "", report)
     _record_skipping(config, report)
+    _record_memory(config, report)
     for path, without in MISSING.items():
         _record_missing(path, without, attrgetter(path)(config), report)
 
 
 def _problem(config: Config, path: str) -> Problem | None:
     value, default = attrgetter(path)(config), attrgetter(path)(_DEFAULTS)
-    if value in (default, MISSING.get(path, default)):
+    if value in (default, MISSING.get(path, default), *PARTLY.get(path, ())):
         return None
     shown = config.to_dict()
     for part in path.split("."):
@@ -186,16 +203,23 @@ def _record_skipping(config: Config, report: Report) -> None:
 
 
 def _record_compute(config: Config, report: Report) -> None:
+    casts = "a tensor is cast into a type once, and not into a wider type and back"
+    if config.precision.cast_propagation.level:
+        report.applied("precision.cast_propagation.level", casts)
+    else:
+        report.off("precision.cast_propagation.level", "switched off")
     ways = {
         "auto": "as PyTorch chooses: a fused kernel, which PyTorch runs, or matrix products, which ONNX Runtime runs",
         "products": "matrix products and a softmax, which ONNX Runtime runs",
     }
     wish = config.compute.attention
     report.applied("compute.attention", ways.get(wish, f"one node, which PyTorch runs ({wish})"))
+    how = "each graph is measured when it is compiled" if config.compute.tuning.enabled else ""
+    _record_wish("compute.tuning.enabled", how, report)
     if config.compute.fusions is False:
         report.off("compute.fusions", "switched off, with all optimizations of ONNX Runtime")
     else:
-        report.applied("compute.fusions", "those of ONNX Runtime, and the gradient of a cross-entropy in one sweep")
+        report.applied("compute.fusions", FUSED)
 
 
 def _record_optimizer(config: Config, report: Report) -> None:
@@ -221,6 +245,30 @@ def _record_trainers(config: Config, report: Report) -> None:
         report.refused("observe.activation_statistics", how)
     else:
         report.off("observe.activation_statistics", "not asked for")
+
+
+def _record_memory(config: Config, report: Report) -> None:
+    memory = config.memory
+    ways = {
+        1: "everything within a transformer layer is computed again, its input is kept",
+        2: "as level 1, and copies of a smaller type are kept where a cast was there",
+    }
+    if memory.level in ways:
+        report.applied("memory.level", f"{memory.level}: {ways[memory.level]}")
+    else:
+        report.off("memory.level", "nothing is computed again but what plans or the model ask for")
+    _record_wish("memory.plans", ", ".join(memory.plans), report)
+    _record_wish("memory.plan_file", f"plans are read from {memory.plan_file}" if memory.plan_file else "", report)
+
+
+def _record_zero3(config: Config, partitioned: bool, report: Report) -> None:
+    if partitioned:
+        report.applied("distributed.zero3", "layers are gathered one by one")
+    elif config.distributed.zero3 is True:
+        text = "true, and this model is not partitioned by ZeRO stage 3; set zero_stage: 3 for DeepSpeed, or write auto"
+        raise ConfigError([Problem("distributed.zero3", text)])
+    else:
+        report.off("distributed.zero3", "the model is not partitioned" if config.distributed.zero3 else "switched off")
 
 
 def _record_wish(path: str, effect: str, report: Report) -> None:

@@ -28,8 +28,15 @@ LOG = logging.getLogger("ort_accel")
 
 FEATURES = ("density.labels", "density.padding", "compute.upstream")
 
+LOOK_EVERY = 4
+"""While whole graphs run, every so many batches are looked at: looking takes time, too."""
+
 MEMORY = 0.9
 """How much of the moving figure stays from batch to batch: about the last ten batches count."""
+
+
+DWELL = 8
+"""After so many batches it is decided anew, so that single batches do not lead to compiling."""
 
 
 class Mode(NamedTuple):
@@ -47,6 +54,9 @@ class SkippingPolicy:
     report: Report
     _work: float = 0.0
     _needed: float = 0.0
+    _compact: bool | None = None
+    _weighed: int = 0
+    """How many batches were looked at since it was decided."""
     _batches: int = 0
     loss_only: bool = field(init=False)
     """Whether nobody is known to read what a training step gives beside its loss."""
@@ -69,21 +79,23 @@ class SkippingPolicy:
     @property
     def mode(self) -> Mode | None:
         """What to compile, or run, next; None before the first batch."""
-        if not self._work:
-            return None
-        always = True in (self.config.density.labels, self.config.density.padding)
-        return Mode(always or self._needed / self._work < self.config.density.threshold, self.loss_only)
+        return None if self._compact is None else Mode(self._compact, self.loss_only)
 
     def wants_compact(self, proposal: Proposal, batch: Batch) -> bool:
         """Whether to compile the smaller graph now; the first batch decides where none has been seen."""
-        if not self._work:
+        if self._compact is None:
             self._weigh(proposal, batch)
-        return batch.fits and self.mode is not None and self.mode.compact
+        return batch.fits and bool(self._compact)
 
     def _weigh(self, proposal: Proposal, batch: Batch) -> None:
         """Take the work that a batch needs into account."""
         self._work = MEMORY * self._work + proposal.work
         self._needed = MEMORY * self._needed + proposal.needed(batch)
+        self._weighed += 1
+        if self._compact is None or self._weighed >= DWELL:
+            always = True in (self.config.density.labels, self.config.density.padding)
+            self._compact = always or self._needed / self._work < self.config.density.threshold
+            self._weighed = 0
 
     def ran(self, proposal: Proposal, batch: Batch, compact: bool) -> None:
         """Take a batch into account that is run for some of its rows, or for all."""
@@ -156,19 +168,30 @@ class Skipping:
     """One graph, run for the rows that count. Called by what Dynamo compiled, with the graph's inputs."""
 
     def __init__(
-        self, proposal: Proposal, policy: SkippingPolicy, run: Callable[..., Any], module: fx.GraphModule, compact: bool
+        self,
+        proposal: Proposal,
+        policy: SkippingPolicy,
+        run: Callable[..., Any],
+        module: fx.GraphModule,
+        holds: Callable[[Sequence[Any]], bool] | None = None,
     ) -> None:
-        """`run` is the compiled graph: the smaller one, which also takes the tables of a batch, if `compact`."""
+        """`run` is the compiled graph. It is the smaller one, which takes the tables of a batch as well, if there is
+        `holds`, which tells of inputs and tables whether they are such as the graph was compiled for."""
         self._proposal, self._policy, self._run = proposal, policy, run
-        self._module, self._compact = module, compact
-        self._forms = _Forms(proposal) if compact and proposal.unread else None
+        self._module, self._holds, self._calls = module, holds, 0
+        self._forms = _Forms(proposal) if holds and proposal.unread else None
 
     def __call__(self, *inputs: Any) -> Any:
-        batch = self._proposal.front(inputs)
-        self._policy.ran(self._proposal, batch, self._compact and batch.fits)
-        if not self._compact:
+        if self._holds is None:
+            self._calls += 1
+            if self._calls % LOOK_EVERY == 1:
+                batch = self._proposal.front(inputs, with_tables=False)
+                self._policy.ran(self._proposal, batch, compact=False)
             return self._run(*inputs)
-        if not batch.fits:  # what eager mode gives depends on rows that the smaller graph leaves out
+        batch = self._proposal.front(inputs)
+        is_possible = batch.fits and self._holds([*inputs, *batch.tables])
+        self._policy.ran(self._proposal, batch, compact=is_possible)
+        if not is_possible:  # what eager mode gives depends on rows that the smaller graph leaves out
             return self._module(*inputs)
         if self._forms is None:
             return self._run(*inputs, *batch.tables)

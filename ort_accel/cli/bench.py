@@ -50,6 +50,10 @@ def bench(
     length: Annotated[int, typer.Option(min=1, help="Tokens of a text, or patches of an image.")] = 128,
     vocab: Annotated[int, typer.Option(min=8)] = 8000,
     dropout: Annotated[float, typer.Option(min=0, max=0.9)] = 0.0,
+    density: Annotated[float, typer.Option(min=0.01, max=1, help="The share of tokens that are not padding.")] = 1.0,
+    labelled: Annotated[
+        float | None, typer.Option(min=0, max=1, help="The share of all tokens with a label (bert-mlm, gpt2, llama).")
+    ] = None,
     precision: Annotated[Precision, typer.Option(help="bf16 is autocast.")] = Precision.FP32,
     steps: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 15,
     warmup: Annotated[int, typer.Option(min=0, help="Rounds before.")] = 3,
@@ -74,6 +78,10 @@ def bench(
     """
     if hidden % heads or (kv_heads and heads % kv_heads):
         raise typer.BadParameter("--hidden must be a multiple of --heads, and --heads one of --kv-heads")
+    if labelled is not None and labelled > density:
+        raise typer.BadParameter(
+            "--labelled is a share of all tokens, and padding has no label: --density must be larger"
+        )
     import torch
 
     from ort_accel.cli.benchmark.run import Effort, run
@@ -81,7 +89,7 @@ def bench(
     from ort_accel.config import load_config
     from ort_accel.errors import OrtAccelError
 
-    size = Workload(model, hidden, layers, heads, kv_heads, batch, length, vocab, dropout, precision)
+    size = Workload(model, hidden, layers, heads, kv_heads, batch, length, vocab, dropout, precision, density, labelled)
     effort = Effort(steps, warmup, threads or torch.get_num_threads(), fresh)
     try:
         result = run(size, load_config(config), contenders or list(Contender), effort)

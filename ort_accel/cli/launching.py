@@ -1,6 +1,6 @@
 """The work of `ort-accel launch`: accelerate's parser and launcher, with our runner in front of the script.
 
-The functions of `accelerate.commands` used here are checked with accelerate 1.15.
+The functions of `accelerate.commands` used here are checked with accelerate 1.10 and 1.15.
 """
 
 from __future__ import annotations

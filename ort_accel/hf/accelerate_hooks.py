@@ -1,4 +1,4 @@
-"""Where `accelerate.Accelerator` is hooked, which is private to accelerate; checked with accelerate 1.15.
+"""Where `accelerate.Accelerator` is hooked, which is private to accelerate; checked with accelerate 1.10 and 1.15.
 
 Plain and data-parallel models pass through `prepare_model`, those of DeepSpeed, FSDP2 and Megatron-LM do not.
 """
@@ -6,6 +6,7 @@ Plain and data-parallel models pass through `prepare_model`, those of DeepSpeed,
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from ort_accel import engine
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.deepspeed_hooks import move_hooks_out_of
+from ort_accel.subscribers.zero_offload import accelerate_partitioned, is_partitioned, offload_in
 
 ConfigOf = Callable[[Accelerator], Config | None]
 """Which configuration the models of an Accelerator are to have; None leaves them alone."""
@@ -76,7 +78,9 @@ def _prepare_together(accelerator: Accelerator, config: Config, original: Callab
     _refuse_device(accelerator)
     prepared = original(*objects)
     for model in objects:
-        if isinstance(model, nn.Module):
+        if isinstance(model, nn.Module) and is_partitioned(model):
+            accelerate_partitioned(model, engine.config_of(model) or config, offload_in(*prepared))
+        elif isinstance(model, nn.Module):
             _accelerate_once(extract_model_from_parallel(model), config, _reason_to_decline(accelerator, model))
             if engine.config_of(model) is not None:
                 move_hooks_out_of(model, prepared)
@@ -89,8 +93,6 @@ def _reason_to_decline(accelerator: Accelerator, model: nn.Module) -> str:
         return "Megatron-LM builds another model in its place"
     if accelerator.distributed_type == DistributedType.FSDP or model_has_dtensor(model):
         return f"it is sharded, and {_BETWEEN_PARTS}"
-    if accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.deepspeed_plugin.zero_stage == 3:
-        return f"ZeRO stage 3 shards it, and {_BETWEEN_PARTS}; stages 1 and 2 run on ONNX Runtime"
     return ""
 
 
@@ -101,8 +103,17 @@ def _accelerate_once(model: nn.Module, config: Config, reason: str) -> None:
         engine.decline(model, config, reason)
     elif present is None:
         engine.accelerate(model, config)
+        _save_whole_in_trainers()
     elif present != config:
         engine.report(model).note("the script chose a configuration for this model, and that of the launch is not used")
+
+
+def _save_whole_in_trainers() -> None:
+    """A Trainer in an unchanged script has no callback of ours that would. Scripts without one need not import it."""
+    if "transformers.trainer" in sys.modules:
+        from ort_accel.hf.trainer_hooks import save_whole_what_is_accelerated
+
+        save_whole_what_is_accelerated()
 
 
 def _refuse_device(accelerator: Accelerator) -> None:

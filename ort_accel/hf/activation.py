@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 import ort_accel
 from ort_accel.capture.features import refuse_missing
 from ort_accel.config import Config, load_config
+from ort_accel.errors import OrtAccelError
 from ort_accel.reporting import Report
+from ort_accel.subscribers.zero_offload import accelerate_partitioned, is_partitioned, offload_in
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,17 +36,25 @@ def usable_config(source: ConfigSource) -> Config:
     return config
 
 
-def activate(model: nn.Module, config: Config) -> None:
-    """Run a model as the configuration says, in place. A second call changes nothing."""
-    if config.engine.enabled:
+def activate(model: nn.Module, config: Config, optimizer: Any = None) -> None:
+    """Run a model as the configuration says, in place. A second call changes nothing.
+
+    Under ZeRO stage 3 nothing is done before DeepSpeed has wrapped the optimizer, since only then layers can be told.
+    """
+    if not config.engine.enabled:
+        return
+    if is_partitioned(model) and (offload := offload_in(optimizer)) is not None:
+        accelerate_partitioned(model, config, offload)
+    elif not is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
         ort_accel.accelerate(model, config)
 
 
 def report_of(model: nn.Module, config: Config) -> Report:
-    """The report of a model that is trained; one with the engine off has a report of its steps alone."""
-    if config.engine.enabled:
+    """The report of a model that is trained; one that eager PyTorch trains has a report of its steps alone."""
+    try:
         return ort_accel.report(model)
-    versions = {"ort_accel": ort_accel.__version__, "torch": str(torch.__version__)}
-    report = Report(versions=versions, config=config.to_dict())
-    report.off("engine", "engine.enabled is false")
-    return report
+    except OrtAccelError as error:
+        versions = {"ort_accel": ort_accel.__version__, "torch": str(torch.__version__)}
+        report = Report(versions=versions, config=config.to_dict())
+        report.off("engine", str(error) if config.engine.enabled else "engine.enabled is false")
+        return report

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from ort_accel.engine import report_file_of
+from ort_accel.engine import inspector_of, report_file_of
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import ConfigSource, activate, report_of, usable_config
 from ort_accel.hf.load_balancing import record_load_balancing
@@ -14,6 +15,7 @@ from ort_accel.hf.metrics import StepMetrics
 from ort_accel.hf.optimizer import settle_optimizer
 from ort_accel.hf.statistics import record_activations
 from ort_accel.hf.trainer_hooks import install
+from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.report_file import ReportFile
 from ort_accel.subscribers import SubscriberManager
 
@@ -32,10 +34,11 @@ class ORTAccelCallback(TrainerCallback):
         self.config = usable_config(config)
         self._activations: SubscriberManager | None = None
         self._file: ReportFile | None = None
+        self._inspector: DensityInspector | None = None
         self.metrics = StepMetrics()
         install(ORTAccelCallback)
 
-    def start(self, args: TrainingArguments, model: nn.Module) -> None:
+    def start(self, args: TrainingArguments, model: nn.Module, optimizer: Any = None) -> None:
         """Activate the model of a Trainer; what already runs as configured is left as it is."""
         if self.config.engine.enabled and args.n_gpu > 1:
             raise OrtAccelError(
@@ -43,7 +46,11 @@ class ORTAccelCallback(TrainerCallback):
                 "every step, so that nothing compiled for it stays valid; start one process a GPU "
                 f"(`torchrun --nproc_per_node {args.n_gpu} script.py`), or show it only one (`CUDA_VISIBLE_DEVICES=0`)"
             )
-        activate(model, self.config)
+        if self.config.engine.enabled and args.device.type == "mps":
+            raise OrtAccelError(
+                "the Trainer puts its model on mps, and no ONNX Runtime trains there; set use_cpu=True in its arguments"
+            )
+        activate(model, self.config, optimizer)
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **named: Any) -> None:
         """Activate the model, so that evaluation without training runs on it too."""
@@ -51,24 +58,31 @@ class ORTAccelCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, *_: Any, **named: Any) -> None:
         """Activate the model again: with `model_init` the Trainer has made a new one. Then settle its optimizer."""
-        self.start(args, named["model"])
+        self.start(args, named["model"], named.get("optimizer"))
         settle_optimizer(named.get("optimizer"), named["model"], self.config)
         self._activations = record_activations(named["model"], self.config)
         report = self.metrics.report = report_of(named["model"], self.config)
         report.series.clear()  # of a training before
         record_load_balancing(report, self.config, named.get("train_dataloader"), args.world_size)
+        if self.config.density.inspect:
+            every, level = self.config.density.inspect_every, self.config.observe.log_level
+            self._inspector = inspector_of(named["model"]) or DensityInspector(report, every, level)
+            self._inspector.is_fed = True
         path = self.config.observe.report_file
         if path is not None:
             self._file = report_file_of(named["model"]) or ReportFile(report, path)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Take the statistics off the model again, and write the report."""
-        self.metrics.take()
-        if self._file is not None:
-            self._file.write()
         if self._activations is not None:
             self._activations.unsubscribe()
             self._activations = None
+        self.metrics.take()
+        if self._inspector is not None:
+            self._inspector.settle()
+            self._inspector.is_fed = False
+        if self._file is not None:
+            self._file.write()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock of an optimizer step."""
@@ -77,3 +91,17 @@ class ORTAccelCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:  # noqa: ARG002
         """Stop the clock."""
         self.metrics.end_step(state.global_step)
+
+    def see(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """Look at a batch that is about to be trained on, with all that the Trainer has of it."""
+        self.metrics.see(inputs)
+        if self._inspector is not None:
+            self._inspector.see(model, inputs)
+
+    def figures(self) -> dict[str, float]:
+        """The numbers since the last line of the log."""
+        values = self.metrics.take()
+        if values and self._inspector is not None:
+            self._inspector.settle()
+            values |= self._inspector.needed()
+        return values

@@ -5,41 +5,65 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ort_accel.observe.density import IGNORED, is_of_tokens
 from ort_accel.reporting import Report, State
 
 
 @dataclass
-class _Step:
-    """One optimizer step. Counts stay tensors until they are read: reading one makes the host wait for its device."""
+class _Tally:
+    """How many of how many count. Counts stay tensors until they are read: reading makes the host wait for a device."""
 
-    valid: list[torch.Tensor] = field(default_factory=list)
-    tokens: int = 0
+    counts: list[torch.Tensor | int] = field(default_factory=list)
+    of: int = 0
+
+    def add(self, count: torch.Tensor | int, of: int) -> None:
+        self.counts.append(count)
+        self.of += of
+
+    def valid(self) -> int:
+        self.counts = [sum(map(int, self.counts))]
+        return int(self.counts[0])
+
+
+@dataclass
+class _Step:
+    """One optimizer step."""
+
+    tokens: _Tally = field(default_factory=_Tally)
+    labels: _Tally = field(default_factory=_Tally)
     is_masked: bool = False
     number: int = 0
     seconds: float = 0.0
 
-    def values(self, seconds: float, steps: int, valid: int) -> dict[str, float]:
-        """The figures of as many steps as these numbers are of."""
-        found = {"ort/step_time": seconds / steps}
-        if self.tokens:
-            found["ort/tokens_per_s"] = valid / seconds
-            if self.is_masked:
-                found["ort/density"] = valid / self.tokens
-        return found
+
+def _figures(steps: Sequence[_Step]) -> dict[str, float]:
+    """What so many steps come to."""
+    seconds = sum(step.seconds for step in steps)
+    tokens, valid = sum(step.tokens.of for step in steps), sum(step.tokens.valid() for step in steps)
+    labels = sum(step.labels.of for step in steps)
+    found = {"ort/step_time": seconds / len(steps)}
+    if tokens:
+        found["ort/tokens_per_s"] = valid / seconds
+    if tokens and any(step.is_masked for step in steps):
+        found["ort/density"] = valid / tokens
+    if labels:
+        found["ort/label_density"] = sum(step.labels.valid() for step in steps) / labels
+    return found
 
 
 class StepMetrics:
     """Collects between two lines of the log. All numbers are of this process.
 
     `ort/step_time` is in seconds an optimizer step, `ort/tokens_per_s` counts tokens that are not padding,
-    `ort/density` is their share, `ort/peak_memory` is the most memory the process has held so far, in MiB, and
-    `ort/fallbacks` the number of nodes that ONNX Runtime cannot run and PyTorch runs. What is not known is left out.
+    `ort/density` is their share, `ort/label_density` that of the labels of tokens that are not ignored,
+    `ort/peak_memory` is the most memory the process has held so far, in MiB, and `ort/fallbacks` the number of nodes
+    that ONNX Runtime cannot run and PyTorch runs. What is not known is left out.
     """
 
     def __init__(self) -> None:
@@ -55,14 +79,14 @@ class StepMetrics:
 
     def see(self, inputs: Mapping[str, Any]) -> None:
         """Count the tokens of a batch that is about to be trained on."""
-        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        ids, mask, labels = (inputs.get(name) for name in ("input_ids", "attention_mask", "labels"))
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-            self._now.valid.append(mask.count_nonzero())
-            self._now.tokens += mask.numel()
+            self._now.tokens.add(mask.count_nonzero(), mask.numel())
             self._now.is_masked = True
         elif isinstance(ids, torch.Tensor):
-            self._now.valid.append(torch.tensor(ids.numel()))
-            self._now.tokens += ids.numel()
+            self._now.tokens.add(ids.numel(), ids.numel())
+        if is_of_tokens(labels):
+            self._now.labels.add((labels != IGNORED).count_nonzero(), labels.numel())
 
     def end_step(self, number: int) -> None:
         """An optimizer step is over, the one with this number."""
@@ -76,15 +100,11 @@ class StepMetrics:
         steps, self._steps = self._steps, []
         if not steps:
             return {}
-        total, valid = _Step(), 0
         for step in steps:
-            count = sum(int(tokens) for tokens in step.valid)
-            self._record(step.number, step.values(step.seconds, 1, count))
-            total.seconds, total.tokens, valid = total.seconds + step.seconds, total.tokens + step.tokens, valid + count
-            total.is_masked |= step.is_masked
+            self._record(step.number, _figures([step]))
         memory = {"ort/peak_memory": peak_memory() / 2**20}
         self._record(steps[-1].number, memory)
-        return total.values(total.seconds, len(steps), valid) | memory | self._fallbacks()
+        return _figures(steps) | memory | self._fallbacks()
 
     def _record(self, step: int, values: Mapping[str, float]) -> None:
         if self.report is not None:

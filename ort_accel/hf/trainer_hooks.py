@@ -1,8 +1,9 @@
 """Three methods of transformers' Trainer that no callback event covers, extended for trainers that have our callback.
 
 A callback is told that a checkpoint was saved, not that one is about to be; it sees the log after the reporters; it
-never sees a batch. So these three are extended in place, once. A Trainer without our callback runs as before.
-Checked on transformers 5.23; tests/hf/test_trainer_hooks.py says which assumption broke.
+never sees a batch. So these three are extended in place, once. A Trainer without our callback runs as before, but for
+one whose model a launch put on ONNX Runtime: its checkpoints are written aside, too.
+Checked on transformers 5.17 and 5.23; tests/hf/test_trainer_hooks.py says which assumption broke.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from typing import Any, Protocol
 
 from transformers import Trainer
 
+from ort_accel import engine
 from ort_accel.hf.checkpoint import save_whole
-from ort_accel.hf.metrics import StepMetrics
 
 
 class HasMetrics(Protocol):
     """What the hooks need of a callback."""
 
-    metrics: StepMetrics
+    def see(self, model: Any, inputs: Mapping[str, Any]) -> None:
+        """A batch is about to be trained on."""
+
+    def figures(self) -> Mapping[str, float]:
+        """What stands beside the loss in the log."""
 
 
 @cache
@@ -30,24 +35,39 @@ def install(kind: type[HasMetrics]) -> None:
     def ours(trainer: Trainer) -> HasMetrics | None:
         return next((callback for callback in trainer.callback_handler.callbacks if isinstance(callback, kind)), None)
 
-    _extend("_save_checkpoint", _saving(Trainer._save_checkpoint, ours))
+    save_whole_for(lambda trainer: ours(trainer) is not None)
     _extend("log", _logging(Trainer.log, ours))
     _extend("training_step", _training(Trainer.training_step, ours))
 
 
 _Finder = Callable[[Trainer], HasMetrics | None]
 
+_WHO_SAVES_WHOLE: list[Callable[[Trainer], bool]] = []
+
+
+def save_whole_for(wanted: Callable[[Trainer], bool]) -> None:
+    """Let those trainers write their checkpoints aside and rename them last for which this says so."""
+    if not _WHO_SAVES_WHOLE:
+        _extend("_save_checkpoint", _saving(Trainer._save_checkpoint))
+    _WHO_SAVES_WHOLE.append(wanted)
+
+
+@cache
+def save_whole_what_is_accelerated() -> None:
+    """The same for every Trainer whose model runs on ONNX Runtime, with our callback or not."""
+    save_whole_for(lambda trainer: trainer.model is not None and engine.config_of(trainer.model) is not None)
+
 
 def _extend(name: str, method: Callable[..., Any]) -> None:
     setattr(Trainer, name, wraps(getattr(Trainer, name))(method))
 
 
-def _saving(original: Callable[..., None], ours: _Finder) -> Callable[..., None]:
+def _saving(original: Callable[..., None]) -> Callable[..., None]:
     def save(self: Trainer, model: Any, trial: Any) -> None:
-        if ours(self) is None:
-            original(self, model, trial)
-        else:
+        if any(wanted(self) for wanted in _WHO_SAVES_WHOLE):
             save_whole(self, lambda: original(self, model, trial), trial)
+        else:
+            original(self, model, trial)
 
     return save
 
@@ -56,7 +76,7 @@ def _logging(original: Callable[..., None], ours: _Finder) -> Callable[..., None
     def log(self: Trainer, logs: dict[str, float], start_time: float | None = None) -> None:
         callback = ours(self)
         if callback is not None and "loss" in logs:
-            logs.update(callback.metrics.take())
+            logs.update(callback.figures())
         original(self, logs, start_time)
 
     return log
@@ -66,7 +86,7 @@ def _training(original: Callable[..., Any], ours: _Finder) -> Callable[..., Any]
     def step(self: Trainer, model: Any, inputs: Mapping[str, Any], *more: Any, **named: Any) -> Any:
         callback = ours(self)
         if callback is not None:
-            callback.metrics.see(inputs)
+            callback.see(self.model, inputs)
         return original(self, model, inputs, *more, **named)
 
     return step

@@ -28,19 +28,25 @@ class Merged:
 
 
 def merge_islands(cuts: Sequence[Cut]) -> Merged:
-    """Let PyTorch run each island, joined with its neighbours."""
+    """Let PyTorch run each island, joined with its neighbours. Segments of ONNX Runtime in a row stay what they are."""
     kept: list[Cut] = []
     given_up: list[fx.Node] = []
     for index, cut in enumerate(cuts):
-        is_island = 0 < index < len(cuts) - 1 and cut.runner is Runner.ORT and _is_small(cut)
+        is_island = _is_between_pytorch(cuts, index) and _is_small(cut)
         runner = Runner.PYTORCH if is_island else cut.runner
         if is_island:
             given_up += cut.nodes
-        if kept and kept[-1].runner is runner:
+        if runner is Runner.PYTORCH and kept and kept[-1].runner is runner:
             kept[-1] = Cut(runner, [*kept[-1].nodes, *cut.nodes])
         else:
             kept.append(Cut(runner, list(cut.nodes)))
     return Merged(kept, given_up)
+
+
+def _is_between_pytorch(cuts: Sequence[Cut], index: int) -> bool:
+    if cuts[index].runner is Runner.PYTORCH or not 0 < index < len(cuts) - 1:
+        return False
+    return cuts[index - 1].runner is Runner.PYTORCH is cuts[index + 1].runner
 
 
 def _is_small(cut: Cut) -> bool:

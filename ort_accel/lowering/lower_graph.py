@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 from torch import fx
@@ -19,6 +19,7 @@ from ort_accel.lowering.program import SIZE, Program, Step, mark_last_uses
 from ort_accel.lowering.pytorch_segment import PyTorchSegment
 from ort_accel.lowering.segments import Assignment, Body, Cut, assign, body_of, cut
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
+from ort_accel.lowering.tune.choose import Tuner
 from ort_accel.reporting import Reason, Report, Runner, Segment
 from ort_accel.runtime.sessions import Sessions
 
@@ -37,6 +38,8 @@ class Lowering:
     """Let PyTorch run what it runs faster. Without it, ONNX Runtime runs all that it can."""
     fusions: bool = True
     """Join operators that ONNX Runtime does not join by itself."""
+    tuner: Tuner | None = None
+    """Chooses by measurement between what ONNX Runtime and PyTorch both can run."""
     assigner: Assigner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,16 +54,36 @@ def lower_graph(
         fuse(module.graph, lowering.report)
     with lowering.report.timed("assign operators", name):
         assignment = assign(module.graph, lowering.assigner.refusal)
-    cuts = cut(module.graph, assignment)
-    if lowering.for_speed:
-        merged = merge_islands(cuts)
-        cuts = merged.cuts
-        for node in merged.given_up:
-            assignment.refusals[node] = Refusal(Reason.SMALL)
+    if lowering.tuner is not None:
+        with lowering.report.timed("tune", name):
+            trial = replace(lowering, sessions=Sessions(lowering.sessions.settings), failed=_fail)
+            make = partial(_trial, module, trial, name, bound)
+            assignment = lowering.tuner.choose(module, name, assignment, make)
+    cuts = _cuts(module.graph, assignment, lowering)
     with lowering.report.timed("build sessions", name):
         program = _Assembly(module, lowering, name, bound, assignment, cuts).program()
     _record(cuts, assignment, lowering.report, name)
     return program
+
+
+def _cuts(graph: fx.Graph, assignment: Assignment, lowering: Lowering) -> list[Cut]:
+    cuts = cut(graph, assignment)
+    if not lowering.for_speed:
+        return cuts
+    merged = merge_islands(cuts)
+    assignment.refusals.update((node, Refusal(Reason.SMALL)) for node in merged.given_up)
+    return merged.cuts
+
+
+def _trial(
+    module: fx.GraphModule, lowering: Lowering, name: str, bound: Callable[[fx.Node], bool], assignment: Assignment
+) -> Program:
+    """A program to be timed, which leaves no trace in the report, the cache or the folder of models."""
+    return _Assembly(module, lowering, name, bound, assignment, _cuts(module.graph, assignment, lowering)).program()
+
+
+def _fail(error: Exception) -> bool:
+    raise error
 
 
 def _record(cuts: Sequence[Cut], assignment: Assignment, report: Report, name: str) -> None:

@@ -16,12 +16,15 @@ Symbols = dict[str, int]
 
 @dataclass
 class Step:
-    """One segment: what it reads, what it writes, and which registers nobody needs after it."""
+    """One segment: what it reads, and what it writes."""
 
     run: Callable[[list[Any], Symbols], Sequence[Any]]
     inputs: list[int]
     outputs: list[int]
     last_use: list[int] = field(default_factory=list)
+    """What it is the last to read."""
+    unread: list[int] = field(default_factory=list)
+    """What it writes and nobody reads."""
     reveals: SymbolSource | None = None
     """Symbols that are known only once this step has run: sizes that depend on data."""
 
@@ -51,12 +54,15 @@ class Program:
         symbols: Symbols = {}
         self._symbols.read(registers, symbols)
         for step in self.steps:
-            results = step.run([registers[index] for index in step.inputs], symbols)
+            tensors = [registers[index] for index in step.inputs]
+            for index in step.last_use:  # before the step, which can then free what it no longer needs
+                registers[index] = None
+            results = step.run(tensors, symbols)
             for index, result in zip(step.outputs, results, strict=True):
                 registers[index] = result
             if step.reveals is not None:
                 step.reveals.read(registers, symbols)
-            for index in step.last_use:
+            for index in step.unread:
                 registers[index] = None
         sizes = iter(self._output_sizes(symbols))
         return [
@@ -72,8 +78,8 @@ def mark_last_uses(steps: Sequence[Step], kept: set[int]) -> None:
     """Let each step clear the registers that are read for the last time in it, or never."""
     needed = set(kept)
     for step in reversed(steps):
-        touched = dict.fromkeys([*step.inputs, *step.outputs])
-        step.last_use = [index for index in touched if index not in needed]
+        step.unread = [index for index in dict.fromkeys(step.outputs) if index not in needed]
+        step.last_use = [index for index in dict.fromkeys(step.inputs) if index not in needed]
         needed.update(step.inputs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,10 @@ class PyTorchSegment:
         sizes = [node for node in body.inputs if is_size(node)]
         self._size_values = SizeFunction(expression(node.meta["val"]) for node in sizes)
         graph = fx.Graph()
-        copies = {node: graph.placeholder(node.name) for node in [*self.inputs, *sizes]}
+        given = graph.placeholder("given")
+        needed = enumerate([*self.inputs, *sizes])
+        copies = {node: graph.call_function(operator.getitem, (given, position)) for position, node in needed}
+        graph.call_method("clear", (given,))
         for node in body.nodes:
             copy = graph.node_copy(node, copies.__getitem__)
             copy.target = TOLERANT.get(copy.target, copy.target)
@@ -35,6 +39,8 @@ class PyTorchSegment:
         self._module = fx.GraphModule(owner, graph)
 
     def __call__(self, tensors: list[Any], symbols: dict[str, int]) -> Sequence[Any]:
-        """Run with these inputs."""
-        results: Sequence[Any] = self._module(*tensors, *self._size_values(symbols))
+        """Run with these inputs. The list is emptied, so that a tensor's memory is free after its last use."""
+        given = [*tensors, *self._size_values(symbols)]
+        tensors.clear()
+        results: Sequence[Any] = self._module(given)
         return results

@@ -13,6 +13,9 @@ from ort_accel.reporting import Runner
 
 Decide = Callable[[fx.Node], Refusal | None]
 
+BEHIND = "behind"
+"""Key in a node's meta: names of nodes that must have run in an earlier segment before this one may."""
+
 
 @dataclass
 class Cut:
@@ -71,18 +74,21 @@ def cut(graph: fx.Graph, assignment: Assignment) -> list[Cut]:
     """Group nodes so that control changes hands as rarely as the data allows.
 
     Nodes that draw random numbers, write into their inputs or show them to a subscriber keep their order among each
-    other, and a write keeps its place among all others.
+    other, and a write keeps its place among all others. A node that has to stay behind others begins a segment of its
+    own: within one, ONNX Runtime chooses the order.
     """
     todo = [node for node in graph.nodes if node in assignment.runner and node not in assignment.free]
     waits = _dependencies(todo, assignment.free)
+    behind = _behind(todo)
     done: set[fx.Node] = set()
     cuts: list[Cut] = []
     runner = Runner.PYTORCH
     while todo:
         taken: list[fx.Node] = []
         left: list[fx.Node] = []
+        before = frozenset(done)
         for node in todo:
-            if assignment.runner[node] is runner and waits[node] <= done:
+            if assignment.runner[node] is runner and waits[node] <= done and behind.get(node, before) <= before:
                 taken.append(node)
                 done.add(node)
             else:
@@ -92,6 +98,12 @@ def cut(graph: fx.Graph, assignment: Assignment) -> list[Cut]:
         todo = left
         runner = Runner.ORT if runner is Runner.PYTORCH else Runner.PYTORCH
     return cuts
+
+
+def _behind(nodes: Sequence[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+    """For nodes that are held back: what they stay behind."""
+    named = {node.name: node for node in nodes}
+    return {node: {named[name] for name in node.meta[BEHIND] if name in named} for node in nodes if BEHIND in node.meta}
 
 
 def _dependencies(nodes: Sequence[fx.Node], free: set[fx.Node]) -> dict[fx.Node, set[fx.Node]]:

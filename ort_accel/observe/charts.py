@@ -77,7 +77,8 @@ def bar_chart(caption: str, bars: Iterable[tuple[str, Mapping[str, float], str]]
     """A bar for each row, of one amount or of several side by side, with a text at its end."""
     rows = list(bars)
     longest = max((sum(parts.values()) for _, parts, _ in rows), default=0.0) or 1.0
-    start, end, step = 210, WIDTH - 120, 26
+    widest = max((len(label) for label, _, _ in rows), default=0)
+    start, end, step = min(20 + 7 * widest, WIDTH // 2), WIDTH - 120, 26
     drawn = []
     for number, (label, parts, text) in enumerate(rows):
         x, y = float(start), TOP + number * step

@@ -9,7 +9,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ort_accel.reporting import Fallback, Feature, Report, Runner, Segment, State
+from ort_accel.observe.memory import render_memory
+from ort_accel.reporting import Fallback, Feature, Race, Report, Runner, Segment, State
 
 WORDS = {State.APPLIED: "ON", State.REFUSED: "REFUSED", State.OFF: "OFF"}
 _STYLES = {State.APPLIED: "green", State.REFUSED: "yellow", State.OFF: "dim"}
@@ -51,7 +52,7 @@ def render(report: Report, everything: bool = True) -> RenderableType:
     forced = [item for item in report.fallbacks if not item.reason.is_choice]
     parts.append(_fallbacks("PyTorch runs what ONNX Runtime cannot", forced, longest))
     parts.append(_fallbacks("PyTorch runs by choice", choices, longest))
-    parts.append(_facts(report))
+    parts += [_races(report.races, longest), render_memory(report) if everything else None, _facts(report)]
     return Group(*(line for part in parts if part is not None for line in (part, Text())))
 
 
@@ -115,6 +116,22 @@ def _fallbacks(title: str, items: Sequence[Fallback], longest: int | None) -> Re
     rest = items[longest:] if longest is not None else []
     if rest:
         table.add_row(str(sum(item.count for item in rest)), Text(f"{len(rest)} more kinds", style="dim"))
+    return table
+
+
+def _races(items: Sequence[Race], longest: int | None) -> RenderableType | None:
+    """What was timed, that first which takes longest in all."""
+    if not items:
+        return None
+    table = _table("nodes", "measured", "ms", "chosen")
+    table.columns[0].justify = "right"
+    ordered = sorted(items, key=lambda item: item.count * max(item.seconds.values()), reverse=True)
+    for item in ordered[:longest]:
+        times = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in item.seconds.items())
+        table.add_row(str(item.count), Text(f"{item.graph}: {item.subject}"), Text(times), Text(item.chosen))
+    rest = len(ordered[longest:]) if longest is not None else 0
+    if rest:
+        table.add_row("", Text(f"{rest} more kinds", style="dim"), "", "")
     return table
 
 

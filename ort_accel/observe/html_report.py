@@ -8,10 +8,11 @@ from statistics import median
 from typing import Any
 
 from ort_accel.observe.axes import short
-from ort_accel.observe.charts import Line, bar_chart, line_chart
+from ort_accel.observe.charts import Line, bar_chart, line_chart, stacked_chart
+from ort_accel.observe.density_table import HEADINGS, NUMBERS, balancing, cells, meanings
 from ort_accel.observe.feature_table import KINDS, WORDS, percent
 from ort_accel.observe.page import COLOURS, Content, Markup, figures, folded, joined, page, table, tag
-from ort_accel.reporting import Reason, Runner, State
+from ort_accel.reporting import InputDensity, Inspection, Reason, Runner, State, Way
 
 Data = Mapping[str, Any]
 """What `Report.to_dict` gives."""
@@ -19,14 +20,16 @@ Data = Mapping[str, Any]
 _RUNNERS = {Runner.ORT.value: "ONNX Runtime", Runner.PYTORCH.value: "PyTorch"}
 _STEP_TIME = "ort/step_time"
 _SERIES = {
-    _STEP_TIME: ("Seconds of each step; the first ones compile", "seconds"),
+    _STEP_TIME: ("Seconds of each step", "seconds"),
     "ort/tokens_per_s": ("Tokens a second that are not padding", "tokens a second"),
     "ort/density": ("Share of the tokens that are not padding", "share"),
+    "ort/label_density": ("Share of the labels that are not ignored", "share"),
     "ort/peak_memory": ("The most memory that the process has held so far", "MiB"),
 }
 """What the figures over the steps are, and what they count."""
 _LONGEST_LIST = 40
 _FLAT = 20
+"""How many times its lowest value a figure's highest may be before the axis is logarithmic."""
 
 
 def html_report(data: Data) -> str:
@@ -130,9 +133,9 @@ def _fallbacks(data: Data) -> Markup:
 
 def _fallback_table(items: Sequence[Data]) -> Markup:
     def rows(part: Sequence[Data]) -> list[tuple[str, ...]]:
-        return [(f"{item['count']:,}", item["op"], item["reason"], item["detail"]) for item in part]
+        return [(f"{item['count']:,}", item["op"], item["reason"], item["detail"], item["where"]) for item in part]
 
-    headings = ("nodes", "operator", "reason", "detail")
+    headings = ("nodes", "operator", "reason", "detail", "line of the model")
     shown = table(headings, rows(items[:_LONGEST_LIST]), numbers=(0,))
     rest = items[_LONGEST_LIST:]
     return joined(shown, folded(f"{len(rest)} more kinds", table(headings, rows(rest), numbers=(0,))) if rest else "")
@@ -145,8 +148,8 @@ def _graph_breaks(data: Data) -> Markup | None:
     said = (
         "Python code between graphs, which nobody could capture. Each divides a graph, and what it does is not sped up."
     )
-    rows = [(f"{item['count']:,}", item["detail"] or item["op"]) for item in breaks]
-    return joined(tag("p", said), table(("times", "what Dynamo met"), rows, numbers=(0,)))
+    rows = [(f"{item['count']:,}", item["detail"] or item["op"], item["where"]) for item in breaks]
+    return joined(tag("p", said), table(("times", "what Dynamo met", "line of the model"), rows, numbers=(0,)))
 
 
 def _start_up(data: Data) -> Markup | None:
@@ -180,12 +183,92 @@ def _over_steps(name: str, points: Sequence[Data]) -> Markup:
     )
 
 
+def _density(data: Data) -> Markup | None:
+    if not data["inspection"]:
+        return None
+    found = _inspection(data["inspection"])
+    parts: list[Content] = []
+    if found.ways:
+        caption = f"FLOPs a batch, estimated, of the last {found.batches} batches, and made into batches in other ways"
+        bars = [
+            (name, {"": way.flops}, f"{amount}, {share}")
+            for way, (name, amount, share) in zip(found.ways, meanings(found), strict=True)
+        ]
+        parts = [bar_chart(caption, bars), tag("p", balancing(found))]
+    tokens = [row for row in found.rows if row.kind == "EMBED"]
+    if len({row.step for row in tokens}) > 1:
+        parts.insert(0, _tokens_chart([row for row in tokens if row.name == tokens[0].name]))
+    listing = table(HEADINGS, map(cells, found.rows), NUMBERS)
+    return joined(*parts, folded("The density table, as it was last", listing))
+
+
+def _tokens_chart(rows: Sequence[InputDensity]) -> Markup:
+    layers = {"valid": [row.valid for row in rows], "padding": [row.total - row.valid for row in rows]}
+    caption = f"Tokens of {rows[0].name} in the batches of the last density table"
+    return stacked_chart(caption, [row.step for row in rows], layers, "batch", "tokens")
+
+
+def _inspection(data: Data) -> Inspection:
+    rows, each_way = [InputDensity(**row) for row in data["rows"]], [Way(**way) for way in data["ways"]]
+    return Inspection(**{**data, "rows": rows, "ways": each_way})
+
+
+def _tuning(data: Data) -> Markup | None:
+    """What was timed, that first which takes longest in all."""
+    races = sorted(data.get("races", ()), key=lambda item: -item["count"] * max(item["seconds"].values()))
+    rows = [
+        (
+            f"{item['count']:,}",
+            f"{item['graph']}: {item['subject']}",
+            ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in item["seconds"].items()),
+            item["chosen"],
+        )
+        for item in races
+    ]
+    return table(("nodes", "measured", "ms", "chosen"), rows, numbers=(0,)) if rows else None
+
+
+def _memory(data: Data) -> Markup | None:
+    graphs = data.get("memory", ())
+    if not graphs:
+        return None
+    bars = [
+        (f"{item['graph']}, {words}", {"": item[key] / 2**20}, f"{item[key] / 2**20:,.1f} MiB")
+        for item in graphs
+        for key, words in (("stash_without", "without recomputation"), ("stash", "as it is"))
+    ]
+    return joined(bar_chart("What the forward keeps for the backward", bars), map(_recomputed, graphs))
+
+
+def _recomputed(item: Data) -> Markup:
+    """What one pair of graphs computes again, and what it could."""
+    plans = item["plans"]
+    sizes = ", ".join(f"{name} = {size}" for name, size in item["symbols"].items())
+    said = f"{item['repeated']} operators are computed again, which takes about {item['cost_ms']:.1f} ms a step."
+    listing = table(
+        ("", "cluster", "type", "applied", "saving, bytes", "cost, ms", "saving, symbolic"), map(_plan, plans), (4, 5)
+    )
+    return joined(
+        tag("h3", f"{item['graph']}, level {item['level']}, {item['layers']} layers found"),
+        tag("p", said, f" Sizes: {sizes}." if sizes else ""),
+        folded(f"{len(plans)} plans, the largest saving first", listing) if plans else "",
+    )
+
+
+def _plan(row: Data) -> tuple[Content, ...]:
+    state = State.APPLIED if row["applied"] else State.OFF
+    word = tag("span", WORDS[state], class_=state.value)
+    places = f"{row['applied']} of {row['frequency']}"
+    cost = f"{row['cost_ms']:.2f}"
+    return word, row["cluster"], str(row["kind"]), places, f"{row['saving']:,}", cost, row["symbolic"]
+
+
 def _load_balance(data: Data) -> Markup | None:
     found = data["load_balance"]
-    if not found:
+    if not found or not found["after"]:
         return None
     highest = max(load for side in ("before", "after") for step in found[side] for load in step)
-    kept = f", every {found['every']}th step" if found["every"] > 1 else ""
+    kept = f"; one step of {found['every']} is shown" if found["every"] > 1 else ""
 
     def plot(side: str, words: str) -> Markup:
         steps, waiting = found[side], found[f"waiting_{side}"]
@@ -234,6 +317,9 @@ SECTIONS: tuple[tuple[str, Callable[[Data], Markup | None]], ...] = (
     ("Graph breaks", _graph_breaks),
     ("Set-up", _start_up),
     ("Steps", _steps),
+    ("Density", _density),
+    ("Memory", _memory),
+    ("Tuning", _tuning),
     ("Load balancing", _load_balance),
     ("Notes and counts", _notes),
     ("Versions and configuration", _basis),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from functorch.compile import default_partition
 from torch import fx
 
-from ort_accel.recompute.views import retake_views
+from ort_accel.recompute.again import compute_again
+
+Pair = tuple[fx.GraphModule, fx.GraphModule]
+"""A forward graph and its backward graph."""
 
 
-def partition(joint: fx.GraphModule, inputs: Any, **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Keep what eager mode keeps, less the views; what activation checkpointing marked is computed again."""
-    retake_views(joint)
+def partition(joint: fx.GraphModule, inputs: Any, chosen: Collection[fx.Node] = (), **how: Any) -> Pair:
+    """Keep for the backward what it reads: all that eager mode keeps, less the views and the chosen operators."""
+    compute_again(joint.graph, chosen)
     forward, backward = default_partition(joint, inputs, **how)
     return forward, backward

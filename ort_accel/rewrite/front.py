@@ -21,7 +21,7 @@ from ort_accel.rewrite.tokens import value_of
 aten = torch.ops.aten
 
 LEAST = 2
-"""So many rows are always taken: sizes 0 and 1 would be compiled on their own."""
+"""So many rows are in every set: sizes 0 and 1 would be compiled on their own."""
 
 HEAVY = ("linear", "mm", "matmul", "convolution", "scaled_dot_product", "layer_norm")
 
@@ -57,10 +57,8 @@ class Front:
         self._links = _distinct(
             (a, plan.set_of[a.node], core) for a in plan.demands.attentions.values() if (core := plan.core_of(a))
         )
-        labels = {
-            atom.target for item in plan.sets for atom in map(_innermost, item.atoms) if isinstance(atom, Labelled)
-        }
-        self._labels = list(labels)
+        atoms = (_innermost(atom) for item in plan.sets for atom in item.atoms)
+        self._labels = list(dict.fromkeys(atom.target for atom in atoms if isinstance(atom, Labelled)))
         self._masks = {link[0].node: self._writer.allowed(link[0]) for link in self._links}
         self._module = self._writer.finish(self._labels, list(self._masks.values()))
         self._sizes: dict[Any, SizeFunction] = {}
@@ -71,8 +69,8 @@ class Front:
         return all(self._writer.is_known(node) for node in self._labels)
 
     @torch.no_grad()
-    def __call__(self, inputs: Sequence[Any]) -> Batch:
-        """Look at a batch."""
+    def __call__(self, inputs: Sequence[Any], with_tables: bool = True) -> Batch:
+        """Look at a batch; without tables, only at how much of it counts."""
         values: dict[str, int] = {}
         self._symbols.read(list(inputs), values)
         found = self._module(*inputs)
@@ -80,14 +78,14 @@ class Front:
         masks = dict(zip(self._masks, found[len(labels) :], strict=True))
         look = _Look(self, labels, masks, values)
         keeps = look.sets()
-        fits = look.fits and all(
-            keep is not None and keep.numel() == self.size(item.count, values)
-            for keep, item in zip(keeps, self.plan.sets, strict=True)
-        )
-        if not fits:
-            return Batch([], [], [], [], False)
+        if look.fits and any(keep.numel() >= LEAST > int(keep.sum()) for keep in keeps):
+            look.fills = True
+            keeps = look.sets()
         densities = [(int(keep.sum()), keep.numel()) for keep in keeps]
-        rows = [_at_least(keep).nonzero().squeeze(1) for keep in keeps]
+        fits = look.fits and all(count >= LEAST for count, _ in densities)
+        if not (fits and with_tables):
+            return Batch([], [], [], densities if fits else [], fits)
+        rows = [keep.nonzero().squeeze(1) for keep in keeps]
         places = [torch.full_like(keep, -1, dtype=torch.long) for keep in keeps]
         for place, row in zip(places, rows, strict=True):
             place[row] = torch.arange(len(row))
@@ -114,13 +112,6 @@ class Front:
         return function(values)[0]
 
 
-def _at_least(keep: Tensor) -> Tensor:
-    if keep.numel() >= LEAST and not keep[:LEAST].all() and int(keep.sum()) < LEAST:
-        keep = keep.clone()
-        keep[:LEAST] = True
-    return keep
-
-
 def _link_key(attention: Attention, queries: RowSet, keys: RowSet) -> Any:
     return attention.mask, attention.is_causal, queries.number, keys.number
 
@@ -140,6 +131,8 @@ class _Look:
         self._front, self._labels, self._masks, self._values = front, labels, masks, values
         self._cores: dict[int, Tensor | None] = {}
         self.fits = True
+        self.fills = False
+        """Whether labels and places take some rows more, with all that follows from them: no set may be too small."""
 
     def _size(self, size: Extent) -> int:
         return self._front.size(size, self._values)
@@ -172,11 +165,11 @@ class _Look:
 
     def _keep(self, atom: Atom) -> Tensor:
         if isinstance(atom, Labelled):
-            return self._labels[atom.target].reshape(-1) != atom.ignore_index
+            return self._filled(self._labels[atom.target].reshape(-1) != atom.ignore_index)
         if isinstance(atom, Place):
             keep = torch.zeros(self._size(atom.size), dtype=torch.bool)
             keep[atom.index] = True
-            return keep
+            return self._filled(keep)
         if isinstance(atom, Lifted):
             sizes = [self._size(size) for size in atom.sizes]
             shape = [size if axis in atom.axes else 1 for axis, size in enumerate(sizes)]
@@ -186,6 +179,11 @@ class _Look:
         keep = torch.zeros(large, dtype=torch.bool)
         keep.narrow(atom.axis, self._size(atom.start), small[atom.axis]).copy_(self._keep(atom.inner).view(small))
         return keep.flatten()
+
+    def _filled(self, keep: Tensor) -> Tensor:
+        if self.fills and int(keep.sum()) < LEAST:
+            keep[(~keep).nonzero()[:LEAST]] = True
+        return keep
 
     def _allowed(self, attention: Attention) -> Tensor:
         """[batch, queries, keys], where each but the last may be 1: which keys a query may look at."""
@@ -289,15 +287,23 @@ class _Writer:
             return self._copies.get(mask)
         packet = getattr(mask.target, "overloadpacket", None)
         if packet is aten.where and _is_low(mask.args[2], low):
-            return self._copies.get(mask.args[0])
+            return self._both(self._copies.get(mask.args[0]), mask.args[1], low)
         if packet is aten.masked_fill and _is_low(mask.args[2], low) and mask.args[1] in self._copies:
-            return self._call(aten.logical_not.default, self._copies[mask.args[1]])
+            return self._both(self._call(aten.logical_not.default, self._copies[mask.args[1]]), mask.args[0], low)
         if packet in {aten.contiguous, aten.clone, aten.to}:
             return self._allows(mask.args[0])
         if packet is aten.add and all(isinstance(item, fx.Node) for item in mask.args):
-            found = [node for node in map(self._allows, mask.args) if node is not None]
-            return self._call(aten.logical_and.default, *found) if len(found) == 2 else next(iter(found), None)
+            # A bias that is learned adds to a score, and hides nothing.
+            hiding = [item for item in mask.args if not has_gradient(item)]
+            return self._both(self._allows(hiding[0]), hiding[-1], low) if hiding else None
         return self._call(aten.gt.Scalar, self._copies[mask], low) if self.is_known(mask) else None
+
+    def _both(self, one: fx.Node | None, other: Any, low: float) -> fx.Node | None:
+        """What a condition allows and another mask does not hide; None where either is not known."""
+        if not isinstance(other, fx.Node):
+            return None if _is_low(other, low) else one
+        found = self._allows(other)
+        return None if one is None or found is None else self._call(aten.logical_and.default, one, found)
 
     def finish(self, labels: Sequence[fx.Node], masks: Sequence[fx.Node | None]) -> fx.GraphModule:
         """The module that gives labels and masks."""

@@ -303,7 +303,7 @@ def parts(node: fx.Node, dims: Dims) -> Passage | None:
     return _one(node, inner, lambda source, x: node.target(x, *between, place))
 
 
-@works_on(aten.dropout, aten.native_dropout)
+@works_on(aten.dropout)
 def dropout(node: fx.Node, dims: Dims) -> Passage | None:
     """Applying a mask; who writes the graph draws it."""
     return _one(node, dims, lambda source, x: x)

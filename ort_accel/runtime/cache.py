@@ -26,7 +26,7 @@ class ModelCache:
     def __init__(self, folder: Path, context: str, report: Report) -> None:
         """`context` names what besides the model decides the result: the runtime, its version and its settings."""
         self._folder, self._report = folder, report
-        self._context = "\n".join([ort_accel.__version__, platform.machine(), _processor(), context]).encode()
+        self._context = "\n".join([ort_accel.__version__, platform.machine(), processor(), context]).encode()
 
     def get(self, model: bytes) -> bytes | None:
         """The optimized model, if it is there and whole."""
@@ -68,7 +68,7 @@ def optimized_by(create: Callable[[Path], object]) -> bytes:
         return path.read_bytes()
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's name: optimized models may hold layouts for its vector width."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

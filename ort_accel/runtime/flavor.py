@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from ort_accel.errors import RuntimeMissingError
 from ort_accel.runtime.kernels import PROBES
-from ort_accel.runtime.untouched import restore_checkpoint_functions
 
 if TYPE_CHECKING:
     import onnx
@@ -131,10 +130,8 @@ def _doubled(found: dict[str, str]) -> str:
 @cache
 def _ask(distribution: str, version: str) -> Flavor:
     try:
-        onnxruntime = importlib.import_module("onnxruntime")
-        native = importlib.import_module("onnxruntime.capi._pybind_state")
-        restore_checkpoint_functions()
-        providers = tuple(onnxruntime.get_available_providers())
+        imported = importlib.import_module("ort_accel.runtime.imported")
+        providers = tuple(imported.onnxruntime.get_available_providers())
     except Exception as error:
         install = f'"ort-accel[{EXTRAS[distribution]}]"' if distribution in EXTRAS else distribution
         raise RuntimeMissingError(
@@ -144,7 +141,7 @@ def _ask(distribution: str, version: str) -> Flavor:
     return Flavor(
         distribution=distribution,
         version=version,
-        is_training_build=hasattr(native, "TrainingAgent"),
+        is_training_build=hasattr(imported.native, "TrainingAgent"),
         providers=providers,
         newest_opset=_newest(_OPSETS, lambda opset: _everyday_model(opset, _IR_VERSIONS[0])),
         newest_ir_version=_newest(_IR_VERSIONS, lambda ir_version: _everyday_model(_OPSETS[0], ir_version)),

@@ -8,10 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
 import torch
-from onnxruntime.capi import _pybind_state as ort
 
+from ort_accel.runtime.imported import native as ort
+from ort_accel.runtime.imported import onnxruntime
 from ort_accel.runtime.openmp import rest_openmp
 from ort_accel.runtime.tensors import OrtValue, to_torch
 

@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from onnxruntime.capi import _pybind_state as ort
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from ort_accel.runtime.untouched import restore_checkpoint_functions
-
-restore_checkpoint_functions()
+from ort_accel.runtime.imported import native as ort
 
 OrtValue = Any
 OrtValues = Any

@@ -2,5 +2,6 @@
 
 from ort_accel.subscribers.base import Site, SubscriberBase, SubscriberManager
 from ort_accel.subscribers.statistics import StatisticsSubscriber
+from ort_accel.subscribers.zero_offload import ZeROOffloadSubscriber
 
-__all__ = ["Site", "StatisticsSubscriber", "SubscriberBase", "SubscriberManager"]
+__all__ = ["Site", "StatisticsSubscriber", "SubscriberBase", "SubscriberManager", "ZeROOffloadSubscriber"]

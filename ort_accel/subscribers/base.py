@@ -62,6 +62,9 @@ class SubscriberBase:
     def on_input_gradient(self, site: Site, gradient: torch.Tensor) -> None:
         """The backward leaves a module, with the gradient of what it was given."""
 
+    def on_subscribe(self, model: nn.Module) -> None:
+        """The subscription begins."""
+
     def on_unsubscribe(self) -> None:
         """The subscription ends."""
 
@@ -92,12 +95,14 @@ class SubscriberManager(Listener):
             raise OrtAccelError("this SubscriberManager has a model already; unsubscribe first, or make another one")
         self._model, self._subscribers, self.step = model, tuple(subscribers), -1
         listen(self._name, self)
+        for subscriber in self._subscribers:
+            subscriber.on_subscribe(model)
         for name, module in model.named_modules():
             self._kinds[name] = type(module).__name__
-            self._handles += [
-                module.register_forward_pre_hook(self._before(name), with_kwargs=True),
-                module.register_forward_hook(self._after(name), with_kwargs=True),
-            ]
+            if not name or self._any_overrides("before_forward", "on_input", "on_input_gradient"):
+                self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
+            if self._any_overrides("after_forward", "on_output", "on_output_gradient"):
+                self._handles.append(module.register_forward_hook(self._after(name), with_kwargs=True))
         recapture(model)
         return self
 
@@ -144,9 +149,12 @@ class SubscriberManager(Listener):
         for subscriber in self._subscribers:
             (subscriber.on_input_gradient if side == "in" else subscriber.on_output_gradient)(site, gradient)
 
+    def _any_overrides(self, *names: str) -> bool:
+        return any(_overrides(one, *names) for one in self._subscribers)
+
     def _before(self, name: str) -> Callable[..., Any]:
         subscribers = [one for one in self._subscribers if _overrides(one, "before_forward")]
-        watches = any(_overrides(one, "on_input", "on_input_gradient") for one in self._subscribers)
+        watches = self._any_overrides("on_input", "on_input_gradient")
         manager = self._name
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -160,7 +168,7 @@ class SubscriberManager(Listener):
 
     def _after(self, name: str) -> Callable[..., Any]:
         subscribers = [one for one in self._subscribers if _overrides(one, "after_forward")]
-        watches = any(_overrides(one, "on_output", "on_output_gradient") for one in self._subscribers)
+        watches = self._any_overrides("on_output", "on_output_gradient")
         manager = self._name
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -102,16 +102,17 @@ def test_zero_2_shares_gradients_around_one_pair_of_graphs(tmp_path, eager_loop)
     assert found["report"]["counters"]["compilations"] == 2
 
 
-def test_zero_3_leaves_the_model_to_pytorch_and_says_why(tmp_path, eager_loop):
+def test_zero_3_runs_layer_by_layer_on_one_pair_of_graphs(tmp_path, eager_loop):
     pytest.importorskip("deepspeed")
     out = tmp_path / "out.json"
-    done = python(*LAUNCH, "--config_file", config_file(tmp_path, "deepspeed-zero3"), LOOP, out)
+    section = {"distributed": {"zero3": True}, "engine": {"fallback": "error"}}
+    python(*LAUNCH, "--config_file", config_file(tmp_path, "deepspeed-zero3", section), LOOP, out)
     found = result(out)
     assert found["losses"] == pytest.approx(eager_loop["losses"], **FROM_TWO)
-    (feature,) = found["report"]["features"]
-    assert (feature["name"], feature["state"]) == ("engine", "refused")
-    assert "ZeRO stage 3" in feature["reason"]
-    assert "stays plain PyTorch" in done.stderr
+    effects = {feature["name"]: feature["effect"] for feature in found["report"]["features"]}
+    assert effects["distributed.zero3"].startswith("3 layers (Linear) are gathered one by one")
+    assert found["report"]["counters"]["compilations"] == 4, "the first layer's input needs no gradient"
+    assert found["keys"] == eager_loop["keys"]
 
 
 def test_a_trainer_in_two_processes_trains_as_one_with_one_pair_of_graphs(tmp_path, eager_trainer):
@@ -121,6 +122,13 @@ def test_a_trainer_in_two_processes_trains_as_one_with_one_pair_of_graphs(tmp_pa
     assert found["processes"] == 2
     assert found["losses"] == pytest.approx(eager_trainer["losses"], **FROM_TWO)
     assert found["report"]["counters"]["compilations"] == 3, "forward and backward, and forward alone for evaluation"
+
+
+def test_a_process_that_is_killed_ends_the_job_with_an_error(tmp_path):
+    done = python(*LAUNCH, "--config_file", config_file(tmp_path, "ddp"), SCRIPTS / "dies.py", tmp_path, code=137)
+    assert "exitcode  : -9" in done.stderr
+    steps = {path.name for path in tmp_path.glob("[01] *")}
+    assert steps == {"0 0", "0 1", "1 0", "1 1"}, "nobody goes on without the others"
 
 
 def test_the_runner_works_as_a_module_of_accelerate_launch(tmp_path, eager_loop):

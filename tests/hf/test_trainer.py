@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -14,9 +15,10 @@ from transformers import (
 )
 
 import ort_accel
-from ort_accel import ConfigError, OrtAccelError
+from ort_accel import ConfigError, OrtAccelError, engine
 from ort_accel.hf import (
     ORTAccelCallback,
+    ORTAccelPlugin,
     ORTSeq2SeqTrainer,
     ORTSeq2SeqTrainingArguments,
     ORTTrainer,
@@ -28,9 +30,14 @@ OFF = {"engine": {"enabled": False}}
 
 @pytest.fixture
 def accelerated(monkeypatch):
-    """Stands in for the engine: the list of models that were to be accelerated, with their configurations."""
-    calls = []
-    monkeypatch.setitem(vars(ort_accel), "accelerate", lambda model, config: calls.append((model, config)) or model)
+    """The list of models that were to be accelerated, with their configurations."""
+    calls, accelerate = [], ort_accel.accelerate
+
+    def recorded(model, config):
+        calls.append((model, config))
+        return accelerate(model, config)
+
+    monkeypatch.setitem(vars(ort_accel), "accelerate", recorded)
     return calls
 
 
@@ -120,6 +127,15 @@ def test_a_wrong_file_is_refused_before_anything_is_built(accelerated, tmp_path)
     assert not accelerated
 
 
+@pytest.mark.parametrize("take", [lambda file: ORTTrainer(ort_config=file), ORTAccelCallback, ORTAccelPlugin])
+def test_a_file_that_is_not_there_is_named(accelerated, tmp_path, take):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yaml(tmp_path, "version: 1")
+    with pytest.raises(ConfigError, match=r"confg.yaml: no such file; did you mean .*config.yaml\?"):
+        take(str(tmp_path / "confg.yaml"))
+    assert not accelerated
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -190,6 +206,15 @@ def test_data_parallel_is_refused_with_its_reason(accelerated, tmp_path):
         ORTTrainer(tiny_bert(), args)
     assert not accelerated
     ORTTrainer(tiny_bert(), args, ort_config=OFF)
+
+
+def test_a_trainer_on_mps_is_refused_with_the_argument_that_helps(tmp_path, monkeypatch):
+    args = arguments(tmp_path)
+    monkeypatch.setattr(TrainingArguments, "device", torch.device("mps"))
+    model = tiny_bert()
+    with pytest.raises(OrtAccelError, match=r"no ONNX Runtime trains there; set use_cpu=True"):
+        ORTAccelCallback().on_init_end(args, model=model)
+    assert engine.config_of(model) is None
 
 
 def test_sequence_to_sequence_models_are_reached_too(accelerated, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from ort_accel.observe.feature_table import feature_table, percent, render
-from ort_accel.reporting import Reason, Report, Runner, Segment
+from ort_accel.reporting import Race, Reason, Report, Runner, Segment
 
 
 def report(**fallbacks):
@@ -52,6 +52,17 @@ def test_what_cannot_run_stands_apart_from_choices():
     assert "1  aten.topk: unsupported operator: no lowering" in forced
     assert "12  aten.bernoulli.p: random" in choices
     assert "aten.bernoulli" not in forced
+
+
+def test_what_was_measured_stands_with_its_figures_the_longest_first():
+    made = report()
+    made.races.append(Race("forward 0", "aten.exp of 8 x 8", 3, {"onnxruntime": 0.002, "pytorch": 0.001}, "pytorch"))
+    made.races.append(Race("forward 0", "the whole graph", 1, {"PyTorch alone": 0.0255}, "PyTorch alone"))
+    table = feature_table(made, width=200)
+    assert row(table, "3") == "3 forward 0: aten.exp of 8 x 8 onnxruntime 2, pytorch 1 pytorch"
+    assert row(table, "1  forward 0") == "1 forward 0: the whole graph PyTorch alone 25.5 PyTorch alone"
+    assert table.index("whole graph") < table.index("aten.exp of")
+    assert "measured" not in feature_table(report())
 
 
 def test_times_counters_versions_and_notes_are_there():

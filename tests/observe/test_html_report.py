@@ -6,7 +6,7 @@ import pytest
 
 from ort_accel.config import Config
 from ort_accel.observe.html_report import SECTIONS, html_report
-from ort_accel.reporting import LoadBalance, Reason, Report, Runner, Segment, Series
+from ort_accel.reporting import InputDensity, Inspection, LoadBalance, Reason, Report, Runner, Segment, Series, Way
 from tests.observe.pages import read, table_with
 
 NASTY = '<script>alert("x")</script> & <b>'
@@ -22,7 +22,7 @@ def full_report():
         Segment("forward 0", Runner.PYTORCH, {"aten.topk": 1}, 1e9),
         Segment("backward 0", Runner.ORT, {"aten.mm": 6}, 6e9),
     ]
-    made.fallback("aten.topk", Reason.UNSUPPORTED_OP, "no lowering")
+    made.fallback("aten.topk", Reason.UNSUPPORTED_OP, "no lowering", where="model.py:7: x.topk(3)")
     made.fallback("aten.bernoulli.p", Reason.RANDOM, count=12)
     made.fallback("a graph break", Reason.GRAPH_BREAK, "print was called", count=2)
     made.timings = {"build sessions": 0.5, "capture": 1.25}
@@ -31,12 +31,39 @@ def full_report():
     for step, seconds in enumerate([8.0, 0.1, 0.3, 0.2], 1):
         made.measured("ort/step_time", step, seconds)
         made.measured("ort/density", step, 0.5)
+    rows = [InputDensity(step, "EMBED", "input_ids", 0, 2 * step, 16, (2, 2 * step - 2)) for step in (3, 4)]
+    made.inspection = Inspection(rows, 1, [Way("dense", 16e9), Way("what counts", 6e9)], 2, (0.25, 0.05))
     made.load_balance = LoadBalance([[9.0, 1.0], [8.0, 2.0]], [[5.0, 5.0], [5.0, 5.0]], 1, 0.41, 0.0)
     return made
 
 
+MEMORY = {
+    "graph": "graph 0",
+    "level": "1",
+    "layers": 2,
+    "stash_without": 4 * 2**20,
+    "stash": 2**20,
+    "repeated": 3,
+    "cost_ms": 0.26,
+    "symbols": {"batch": 4},
+    "plans": [
+        {"cluster": "Gelu+", "kind": 1, "requested": 1, "applied": 1, "frequency": 2, "saving": 2_000,
+         "symbolic": "500*batch", "cost_ms": 0.25, "shapes": ["float32 [4, 500]"]},
+        {"cluster": "Where+", "kind": 2, "requested": 0, "applied": 0, "frequency": 1, "saving": 1_000,
+         "symbolic": "250*batch", "cost_ms": 0.1, "shapes": ["float32 [4, 250]"]},
+    ],
+}  # fmt: skip
+"""What recomputation writes into a report's data."""
+RACES = [
+    {"graph": "forward", "subject": "gelu", "count": 1, "seconds": {"onnxruntime": 1e-3}, "chosen": "onnxruntime"},
+    {"graph": "forward", "subject": "mm", "count": 9,
+     "seconds": {"onnxruntime": 2e-3, "pytorch": 1e-3}, "chosen": "pytorch"},
+]  # fmt: skip
+"""What tuning writes into it."""
+
+
 def page_of(report):
-    return read(html_report(report.to_dict()))
+    return read(html_report({**report.to_dict(), "memory": [MEMORY], "races": RACES}))
 
 
 def test_every_section_of_a_full_report_is_there_in_its_order():
@@ -69,9 +96,9 @@ def test_shares_are_those_of_the_segments():
 def test_fallbacks_stand_apart_from_choices_and_from_graph_breaks():
     page = page_of(full_report())
     forced, choices = [rows[1:] for rows in page.tables if rows[0][:2] == ["nodes", "operator"]]
-    assert forced == [["1", "aten.topk", "unsupported operator", "no lowering"]]
-    assert choices == [["12", "aten.bernoulli.p", "random", ""]]
-    assert table_with(page, "times") == [["2", "print was called"]]
+    assert forced == [["1", "aten.topk", "unsupported operator", "no lowering", "model.py:7: x.topk(3)"]]
+    assert choices == [["12", "aten.bernoulli.p", "random", "", ""]]
+    assert table_with(page, "times") == [["2", "print was called", ""]]
     assert "3 nodes that ONNX Runtime cannot run" in page.text
 
 
@@ -87,12 +114,50 @@ def test_the_typical_step_is_not_the_one_that_compiles():
 
 
 def test_a_figure_over_the_steps_has_named_axes_and_a_point_for_each_step():
-    plot = page_of(full_report()).plots["Seconds of each step; the first ones compile"]
+    plot = page_of(full_report()).plots["Seconds of each step"]
     assert {"step", "seconds"} <= set(plot.words)
     [points] = plot.points
     assert [x for x, _ in points] == sorted(x for x, _ in points)
     heights = [-y for _, y in points]
     assert sorted(range(4), key=heights.__getitem__) == [1, 3, 2, 0]
+
+
+def test_density_is_shown_by_what_other_batches_would_compute():
+    page = page_of(full_report())
+    [plot] = [plot for label, plot in page.plots.items() if label.startswith("FLOPs a batch, estimated")]
+    assert plot.bars[1] == pytest.approx(plot.bars[0] * 6 / 16, abs=0.1)
+    assert {"16G, 100.0%", "6G, 37.5%"} <= set(plot.words)
+    assert "2 processes would wait 25.0% of the time for the one with the most tokens, 5.0% with" in page.text
+    assert table_with(page, "STEP")[0] == ["3", "EMBED", "input_ids", "0", "37.5%", "6", "16", "[2, 4]"]
+
+
+def test_memory_is_shown_by_what_is_kept_and_by_its_plans():
+    page = page_of(full_report())
+    plot = page.plots["What the forward keeps for the backward"]
+    assert {"4.0 MiB", "1.0 MiB"} <= set(plot.words)
+    assert plot.bars[0] == pytest.approx(4 * plot.bars[1], rel=0.01)
+    assert "3 operators are computed again, which takes about 0.3 ms a step. Sizes: batch = 4." in page.text
+    assert table_with(page, "", "cluster") == [
+        ["ON", "Gelu+", "1", "1 of 2", "2,000", "0.25", "500*batch"],
+        ["OFF", "Where+", "2", "0 of 1", "1,000", "0.10", "250*batch"],
+    ]
+
+
+def test_what_was_timed_is_shown_with_the_choice_and_that_which_costs_most_first():
+    assert table_with(page_of(full_report()), "nodes", "measured") == [
+        ["9", "forward: mm", "onnxruntime 2, pytorch 1", "pytorch"],
+        ["1", "forward: gelu", "onnxruntime 1", "onnxruntime"],
+    ]
+
+
+def test_the_tokens_of_each_batch_are_drawn_with_padding_on_top():
+    plot = page_of(full_report()).plots["Tokens of input_ids in the batches of the last density table"]
+    valid, padding = plot.points
+    (x3, y3), (x4, y4), *_ = valid
+    bottom = max(y for _, y in valid)
+    assert (bottom - y4) / (bottom - y3) == pytest.approx(8 / 6, rel=0.01)
+    assert {y for _, y in padding[:2]} == {min(y for _, y in padding)}
+    assert x3 < x4
 
 
 def test_the_load_of_each_process_is_drawn_before_and_after_on_one_scale():
@@ -112,7 +177,13 @@ def test_many_processes_are_drawn_by_their_mean_and_extremes():
     [plot] = [plot for label, plot in page.plots.items() if label.startswith("Without")]
     band, mean = plot.points
     assert min(y for _, y in band) < min(y for _, y in mean) < max(y for _, y in band)
-    assert "every 4th step" in page.text
+    assert "one step of 4 is shown" in page.text
+
+
+def test_an_epoch_without_a_step_has_no_load_to_draw():
+    made = full_report()
+    made.load_balance = LoadBalance([], [], 1, 0.0, 0.0)
+    assert "Load balancing" not in page_of(made).headings
 
 
 def test_versions_counts_notes_and_the_configuration_are_there():
@@ -140,7 +211,7 @@ def test_names_cannot_break_the_page():
 
 
 def test_an_empty_report_is_a_page_that_says_so():
-    page = page_of(Report())
+    page = read(html_report(Report().to_dict()))
     assert "Nothing was compiled yet" in page.text
     assert page.plots == {}
 

@@ -10,9 +10,11 @@ from torch import nn
 import ort_accel
 from ort_accel.cli.benchmark.workload import Batch
 from ort_accel.cli.quiet import quiet
-from ort_accel.config import Config
+from ort_accel.config import Config, load_config
 
 EAGER, INDUCTOR, ORT_ACCEL = "eager", "inductor", "ort_accel"
+EVERYTHING = "ort_accel, computing everything"
+"""The engine without its rewrites: padding and ignored labels are computed."""
 CONTENDERS = (EAGER, INDUCTOR, ORT_ACCEL)
 
 FP32_TOLERANCE = 1e-4
@@ -29,6 +31,19 @@ def prepare(name: str, model: nn.Module, config: Config) -> None:
         model.compile()
     elif name == ORT_ACCEL:
         ort_accel.accelerate(model, quiet(config))
+    elif name == EVERYTHING:
+        ort_accel.accelerate(model, quiet(_computing_everything(config)))
+
+
+def _computing_everything(config: Config) -> Config:
+    tree = config.to_dict()
+    return load_config(
+        {
+            **tree,
+            "density": {**tree["density"], "labels": False, "padding": False},
+            "compute": {**tree["compute"], "upstream": False},
+        }
+    )
 
 
 def step(model: nn.Module, batch: Batch, precision: str, seed: int = 0) -> float:

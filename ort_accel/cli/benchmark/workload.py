@@ -17,6 +17,8 @@ CLASSES = 4
 PATCH = 16
 MASKED = 0.15
 """The share of tokens with a label, in masked language modelling."""
+IGNORED = -100
+"""The label of a token that has none."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,16 @@ class Workload:
     vocab: int = 8000
     dropout: float = 0.0
     precision: str = "fp32"
+    density: float = 1.0
+    """The share of tokens that are not padding."""
+    labelled: float | None = None
+    """The share of all tokens that have a label; None is what is usual for the model."""
 
     def __str__(self) -> str:
         size = f"{self.layers} layers of {self.hidden}, {self.heads} heads, batch {self.batch} x {self.length}"
-        return f"{self.model}: {size}, vocabulary {self.vocab:,}, dropout {self.dropout:g}, {self.precision}"
+        shares = f", {self.density:.0%} of the tokens valid" if self.density < 1 else ""
+        shares += f", {self.labelled:.0%} labelled" if self.labelled is not None else ""
+        return f"{self.model}: {size}, vocabulary {self.vocab:,}, dropout {self.dropout:g}, {self.precision}{shares}"
 
 
 def build(workload: Workload) -> nn.Module:
@@ -48,7 +56,7 @@ def build(workload: Workload) -> nn.Module:
 
 
 def batch_of(workload: Workload) -> Batch:
-    """A dense batch, from a fixed seed."""
+    """A batch from a fixed seed. Its rows differ in length unless all tokens are valid."""
     generator = torch.Generator().manual_seed(1)
     return MODELS[workload.model][1](workload, generator)
 
@@ -142,25 +150,49 @@ def _classes(size: Workload, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, CLASSES, (size.batch,), generator=generator)
 
 
+def _lengths(size: Workload) -> torch.Tensor:
+    """The tokens of each row: evenly spread around the share that is wanted, and that share of all together."""
+    spread = min(0.8, 1 / size.density - 1)
+    shares = size.density * torch.linspace(1 - spread, 1 + spread, size.batch, dtype=torch.float64)
+    ends = (shares.cumsum(0) * size.length).round().long()
+    return ends.diff(prepend=ends.new_zeros(1)).clamp(1, size.length)
+
+
+def _mask(size: Workload) -> torch.Tensor:
+    return (torch.arange(size.length) < _lengths(size)[:, None]).long()
+
+
+def _padded(size: Workload, generator: torch.Generator) -> tuple[torch.Tensor, Batch]:
+    """Token ids before and after padding, and the mask."""
+    ids, mask = _ids(size, generator), _mask(size)
+    return ids, {"input_ids": ids * mask, "attention_mask": mask}
+
+
 def _classified(size: Workload, generator: torch.Generator) -> Batch:
-    ids = _ids(size, generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": _classes(size, generator)}
+    return {**_padded(size, generator)[1], "labels": _classes(size, generator)}
 
 
 def _masked(size: Workload, generator: torch.Generator) -> Batch:
-    ids = _ids(size, generator)
-    kept = torch.rand(ids.shape, generator=generator) < MASKED
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.masked_fill(~kept, -100)}
+    ids, batch = _padded(size, generator)
+    share = MASKED if size.labelled is None else size.labelled / size.density
+    wanted = round(share * int(batch["attention_mask"].sum()))
+    chances = torch.rand(ids.shape, generator=generator) * batch["attention_mask"]
+    kept = torch.zeros_like(ids).flatten().index_fill(0, chances.flatten().topk(wanted).indices, 1).view_as(ids)
+    return {**batch, "labels": ids.masked_fill(kept == 0, IGNORED)}
 
 
 def _causal(size: Workload, generator: torch.Generator) -> Batch:
-    ids = _ids(size, generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    """Each row ends with what is to be learned, as answers follow prompts."""
+    ids, batch = _padded(size, generator)
+    share = 1.0 if size.labelled is None else size.labelled / size.density
+    lengths = _lengths(size)[:, None]
+    begins = lengths - (lengths * share).round().long()
+    places = torch.arange(size.length)
+    return {**batch, "labels": ids.masked_fill((places < begins) | (places >= lengths), IGNORED)}
 
 
 def _sequence_to_sequence(size: Workload, generator: torch.Generator) -> Batch:
-    ids = _ids(size, generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": _ids(size, generator)}
+    return {**_padded(size, generator)[1], "labels": _ids(size, generator)}
 
 
 def _images(size: Workload, generator: torch.Generator) -> Batch:

@@ -27,15 +27,15 @@ class Tuning(Section):
     """Measuring alternatives on the real shapes and keeping the fastest."""
 
     enabled: bool = False
-    """Time ONNX Runtime against PyTorch for each part that both can run, and keep the faster one. Worth its seconds on
-    long runs."""
+    """Time ONNX Runtime against PyTorch for each part that both can run, and keep the fastest division of each graph.
+    Takes the time of some forty steps, so it is for long runs."""
 
     max_duration_ms: Annotated[int, Field(ge=0, le=3_600_000)] = 0
-    """The most time that measuring may take in all; 0 sets no limit. Parts not reached keep the default choice."""
+    """The most time that measuring may take in all; 0 sets no limit. What is not reached keeps the default choice."""
 
     results: FilePath | None = None
-    """A file to load earlier measurements from, if it is there, and to save new ones to. They hold for the same graph,
-    machine and versions only."""
+    """A file to load earlier measurements from, if it is there, and to save new ones to; `null` takes `tuning.json` in
+    `engine.cache_dir`. They hold for the same graph, machine and versions only."""
 
 
 class Compute(Section):

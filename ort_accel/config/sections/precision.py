@@ -13,8 +13,9 @@ class CastPropagation(Section):
     """Moving casts so that more of the graph computes in the smaller type."""
 
     level: Annotated[int, Field(ge=0, le=2)] = 1
-    """0 leaves casts where autocast put them. 1 removes casts back and forth and moves them past operators that only
-    move data. 2 also moves them past the operators in `allow`, which changes rounding."""
+    """0 leaves casts where autocast put them. 1 casts a tensor into a type once, and leaves out casts into a wider type
+    and back, also with views between; no bit changes. 2 also moves them past the operators in `allow`, which changes
+    rounding."""
 
     strategy: Literal["flood_fill", "insert_and_reduce"] = "flood_fill"
     """How casts travel: `flood_fill` grows regions of the smaller type from the casts that exist; `insert_and_reduce`

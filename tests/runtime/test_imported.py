@@ -1,4 +1,4 @@
-"""Importing the engine leaves torch as it is."""
+"""Importing the engine leaves torch and the standard output as they are."""
 
 import subprocess
 import sys
@@ -13,6 +13,10 @@ assert torch.utils.checkpoint.checkpoint is before, torch.utils.checkpoint.check
 """
 
 
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize(
     "imports",
     [
@@ -22,7 +26,10 @@ assert torch.utils.checkpoint.checkpoint is before, torch.utils.checkpoint.check
     ],
 )
 def test_torchs_checkpoint_function_stays_torchs(imports):
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK.format(imports=imports)], capture_output=True, text=True, check=False
-    )
+    done = run(LOOK.format(imports=imports))
     assert done.returncode == 0, done.stderr
+
+
+def test_deepspeed_is_neither_imported_nor_hidden():
+    code = "import sys, ort_accel.runtime.session; print(sorted({'deepspeed'} & sys.modules.keys()))"
+    assert run(code).stdout == "[]\n"

@@ -1,0 +1,1 @@
+"""Choosing by measurement who runs what, where ONNX Runtime and PyTorch both can."""

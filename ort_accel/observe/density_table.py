@@ -1,0 +1,87 @@
+"""The density table, as people read it on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from io import StringIO
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ort_accel.observe.axes import short
+from ort_accel.observe.feature_table import WIDTH
+from ort_accel.reporting import InputDensity, Inspection
+
+HEADINGS = (
+    *("STEP", "INPUT TYPE", "INPUT NAME", "PAD IDX", "DENSITY", "VALID TOKENS", "TOTAL TOKENS"),
+    "VALID TOKENS/BATCH",
+)
+NUMBERS = (0, 3, 4, 5, 6)
+"""Which of its columns are numbers."""
+MEANING = ("FLOPs a batch, estimated", "of dense")
+"""What stands beside each way of making batches."""
+_LONGEST_LIST = 16
+
+
+def print_density(inspection: Inspection) -> None:
+    """Print the table on the standard error."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        console.print(_render(inspection))
+    else:
+        print(density_table(inspection), file=sys.stderr)
+
+
+def density_table(inspection: Inspection, width: int = WIDTH) -> str:
+    """The table as plain text."""
+    console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
+    console.print(_render(inspection))
+    assert isinstance(console.file, StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def cells(row: InputDensity) -> tuple[str, ...]:
+    """A row of the table."""
+    shown = ", ".join(map(str, row.rows[:_LONGEST_LIST])) + (", ..." if len(row.rows) > _LONGEST_LIST else "")
+    pad = "" if row.pad is None else str(row.pad)
+    amounts = f"{row.density:.1%}", f"{row.valid:,}", f"{row.total:,}"
+    return (str(row.step), row.kind, row.name, pad, *amounts, f"[{shown}]")
+
+
+def meanings(inspection: Inspection) -> list[tuple[str, str, str]]:
+    """What the rows mean: each way of making batches, its FLOPs a batch, and its share of the first one's."""
+    dense = inspection.ways[0].flops if inspection.ways else 0.0
+    return [
+        (way.name, short(way.flops / inspection.batches), f"{way.flops / dense:.1%}" if dense else "-")
+        for way in inspection.ways
+    ]
+
+
+def balancing(inspection: Inspection) -> str:
+    """What load balancing would bring; empty where that cannot be told."""
+    if inspection.waiting is None:
+        return ""
+    before, after = inspection.waiting
+    return (
+        f"{inspection.processes} processes would wait {before:.1%} of the time for the one with the most tokens, "
+        f"{after:.1%} with load balancing (distributed.load_balancing)"
+    )
+
+
+def _render(inspection: Inspection) -> RenderableType:
+    rows = _table(HEADINGS, NUMBERS)
+    for row in inspection.rows:
+        rows.add_row(*map(Text, cells(row)))
+    batches = _table((f"the last {inspection.batches} batches", *MEANING), right=(1, 2))
+    for meaning in meanings(inspection):
+        batches.add_row(*map(Text, meaning))
+    said = balancing(inspection)
+    return Group(rows, Text(), *([batches] if inspection.ways else []), *([Text(said)] if said else []))
+
+
+def _table(headings: tuple[str, ...], right: tuple[int, ...]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
+    for place, heading in enumerate(headings):
+        table.add_column(heading, overflow="fold", justify="right" if place in right else "left")
+    return table

@@ -1,0 +1,70 @@
+"""Memory for people: what is kept for the backward, and the plan table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ort_accel.reporting import GraphMemory, PlanRow, Report
+
+KINDS = {1: "recompute", 2: "keep a smaller copy"}
+
+
+def mib(count: float) -> str:
+    """Bytes as MiB."""
+    return f"{count / 2**20:,.1f}"
+
+
+def render_memory(report: Report) -> RenderableType | None:
+    """The memory part of a report; None where no graph has a backward yet."""
+    graphs = list(report.memory.values())
+    if not graphs:
+        return None
+    parts: list[RenderableType] = []
+    for graph in graphs:
+        parts += [_summary(graph), plan_table(graph.plans), _clusters(graph.plans)]
+        if graph.symbols:
+            parts.append(Text("sizes: " + ", ".join(f"{name} = {size}" for name, size in graph.symbols.items())))
+    return Group(*parts)
+
+
+def plan_table(rows: Sequence[PlanRow]) -> Table:
+    """One row a plan, those that would save most first."""
+    table = _table("Plan", "", "config", "Freq", "Saving(B)", "Cost(ms)", "Saving Symbolic")
+    for number, row in enumerate(rows, 1):
+        state = "ON" if row.applied else "OFF"
+        config = f"{row.cluster}:{row.kind}:{row.applied if 0 < row.applied < row.frequency else -1}"
+        cells = (str(row.frequency), f"{row.saving:,}", f"{row.cost_ms:.2f}", row.symbolic)
+        table.add_row(f"Plan {number}", state, Text(config), *cells)
+    return table
+
+
+def _summary(graph: GraphMemory) -> Table:
+    facts = Table.grid(padding=(0, 2))
+    kept = f"{mib(graph.stash)} MiB, without recomputation {mib(graph.stash_without)} MiB"
+    facts.add_row("memory of", f"{graph.graph}, level {graph.level}, {graph.layers} layers found")
+    facts.add_row("kept for the backward", kept)
+    facts.add_row("computed again", f"{graph.repeated} operators, about {graph.cost_ms:.1f} ms a step")
+    return facts
+
+
+def _clusters(rows: Sequence[PlanRow]) -> Table:
+    """For each cluster: what can be done with it, what was asked for, what is done, and what one place saves."""
+    table = _table("cluster", "option", "requested", "applied", "share of saving", "saves in one place")
+    whole = sum(row.saving for row in rows) or 1
+    for row in rows:
+        asked = "all" if row.requested == -1 else str(row.requested)
+        share = f"{100 * row.saving / whole:.1f} %"
+        done = f"{row.applied} of {row.frequency}"
+        table.add_row(Text(row.cluster), KINDS[row.kind], asked, done, share, Text(", ".join(row.shapes)))
+    return table
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table

@@ -1,0 +1,129 @@
+"""The memory optimizer of one model: decides for each joint graph what is computed again, and records why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sympy
+from torch import fx
+
+from ort_accel.config.plan_text import Plan, join_plans, read_plan_file
+from ort_accel.config.sections import Memory
+from ort_accel.recompute.checkpoints import take_marks
+from ort_accel.recompute.cost import milliseconds
+from ort_accel.recompute.graph import forward_nodes, whole
+from ort_accel.recompute.layers import Layers, find_layers, region
+from ort_accel.recompute.partition import Pair, partition
+from ort_accel.recompute.plans import COMPROMISE, Option, Place, Probe, Wish, find_plans, matched
+from ort_accel.recompute.stash import stash, total
+from ort_accel.reporting import GraphMemory, PlanRow, Report
+
+LOG = logging.getLogger("ort_accel")
+
+NO_LAYERS = (
+    "no transformer layer was found (a norm around an attention whose input or output is added again), so memory.level "
+    "{level} has no borders to compute from and keeps everything"
+)
+
+
+class Recompute:
+    """`memory:` at work for one model."""
+
+    def __init__(self, memory: Memory, report: Report) -> None:
+        self._memory, self._report = memory, report
+        self._plans = _plans(memory)
+
+    def partition(self, joint: fx.GraphModule, inputs: Any, graph: str, **how: Any) -> Pair:
+        """Divide a joint graph, with what was chosen computed again in the backward."""
+        chosen = self.choose(joint.graph, graph)
+        divided = partition(joint, inputs, chosen, **how)
+        self._report.memory[graph].stash = total(stash(joint.graph))
+        return divided
+
+    def choose(self, joint: fx.Graph, graph: str) -> set[fx.Node]:
+        """The operators that are computed again, recorded in the report."""
+        marks = take_marks(joint)
+        layers = find_layers(forward_nodes(joint))
+        record = GraphMemory(graph, str(self._memory.level), layers=len(layers.starts))
+        options = find_plans(joint, layers, self._probe())
+        wishes = matched(self._plans, options)
+        taken = self._level_places(joint, layers, options, graph) if self._level() else []
+        taken = [place for place in taken if not place.nodes & marks.borders]
+        taken += [place for wish in wishes for place in wish.places]
+        chosen = marks.again.union(*(place.nodes for place in taken))
+        record.plans = _rows(options, wishes, taken)
+        self._record(record, joint, chosen)
+        return chosen
+
+    def _level(self) -> int:
+        return 0 if self._memory.level == "auto" else self._memory.level
+
+    def _probe(self) -> Probe:
+        return Probe.parse("1:1" if self._level() else self._memory.probe)
+
+    def _level_places(self, joint: fx.Graph, layers: Layers, options: Sequence[Option], graph: str) -> list[Place]:
+        """What a level computes again: all that lies within layers, and at level 1 without compromises."""
+        if not layers.starts:
+            text = f"{graph}: {NO_LAYERS.format(level=self._memory.level)}"
+            LOG.warning(text)
+            self._report.note(text)
+            return []
+        inside = within_layers(joint, layers)
+        return [
+            place
+            for option in options
+            if option.kind != COMPROMISE or self._level() == 2
+            for place in option.places
+            if all(whole(item.node) in inside for item in place.saved)
+        ]
+
+    def _record(self, record: GraphMemory, joint: fx.Graph, chosen: set[fx.Node]) -> None:
+        kept = stash(joint)
+        record.stash_without = total(kept)
+        record.symbols = _symbols(joint)
+        record.repeated, record.cost_ms = len(chosen), sum(map(milliseconds, chosen))
+        self._report.memory[record.graph] = record
+
+
+def within_layers(joint: fx.Graph, layers: Layers) -> set[fx.Node]:
+    """Operators behind the first boundary and before the last norm: what follows is needed at once in the backward."""
+    places = region(forward_nodes(joint), layers)
+    last = len(layers.starts) + (1 if layers.end is None else 0)
+    return {node for node, place in places.items() if 0 < place <= last}
+
+
+def _plans(memory: Memory) -> tuple[Plan, ...]:
+    return read_plan_file(memory.plan_file) if memory.plan_file is not None else join_plans(memory.plans)
+
+
+def _rows(options: Sequence[Option], wishes: Sequence[Wish], taken: Iterable[Place]) -> list[PlanRow]:
+    requested = {(wish.option.cluster, wish.option.kind): wish.requested for wish in wishes}
+    applied = set(map(id, taken))
+    return [
+        PlanRow(
+            option.cluster,
+            option.kind,
+            requested.get((option.cluster, option.kind), 0),
+            sum(id(place) in applied for place in option.places),
+            len(option.places),
+            sum(place.hint for place in option.places),
+            str(sympy.expand(sum(place.bytes for place in option.places))),
+            sum(place.cost for place in option.places),
+            tuple(kept.shape for kept in option.places[0].saved),
+        )
+        for option in options
+    ]
+
+
+def _symbols(joint: fx.Graph) -> dict[str, int]:
+    """The sizes of the inputs that can change, with their values at capture."""
+    found: dict[str, int] = {}
+    for node in joint.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        for size in getattr(value, "shape", [value]):
+            expr = getattr(getattr(size, "node", None), "expr", None)
+            if isinstance(expr, sympy.Symbol) and size.node.has_hint():
+                found[str(expr)] = int(size.node.hint)
+    return found

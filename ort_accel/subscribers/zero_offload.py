@@ -1,0 +1,247 @@
+"""Models under DeepSpeed ZeRO stage 3 on the engine, layer by layer. What is private to DeepSpeed is used here only.
+
+DeepSpeed gathers and frees parameters in hooks of every module. Here a layer becomes one unit of that: its parameters
+are gathered before its forward and before its backward, and freed after, by DeepSpeed's own hooks around the layer's
+graph. So gradients, offloading and checkpoints stay DeepSpeed's. Which layer is gathered ahead, while another one
+computes, is decided here: DeepSpeed counts parameters for that, and would hold as many layers as it may.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from packaging.specifiers import SpecifierSet
+from torch import nn
+
+from ort_accel import engine
+from ort_accel.capture.layers import layers_of
+from ort_accel.config import Config, load_config
+from ort_accel.errors import OrtAccelError
+from ort_accel.subscribers.base import SubscriberBase
+
+CHECKED = SpecifierSet(">=0.19.6,<0.20")
+"""The versions of DeepSpeed that may be used; the tests run 0.19.8."""
+
+FEATURE = "distributed.zero3"
+
+_LIMITS = ("prefetch_bucket_sz", "max_reuse_dist_in_numel")
+"""Limits of DeepSpeed's own gathering ahead and keeping. Both are 0 here: that is done by layers."""
+
+_OF_OFFLOAD = (
+    "_remove_module_hooks",
+    "setup_zero_stage3_hooks",
+    "pre_sub_module_forward_function",
+    "pre_sub_module_backward_function",
+    "forward_hooks",
+    "backward_hooks",
+)
+_OF_COORDINATOR = (*_LIMITS, "all_gather_params", "release_param", "inflight_param_registry")
+_OF_PARAMETER = ("ds_status", "ds_numel", "ds_persist")
+
+
+class ZeROOffloadSubscriber(SubscriberBase):
+    """Runs a model under ZeRO stage 3 on the engine, for loops of your own around DeepSpeed's engine:
+
+        deepspeed_engine, *_ = deepspeed.initialize(model=model, ...)
+        SubscriberManager().subscribe(model, [ZeROOffloadSubscriber(deepspeed_engine, "ort_accel.yaml")])
+
+    Trainers and accelerate need none of it. A model that cannot run so stays plain, and its report says why.
+    """
+
+    def __init__(self, deepspeed_engine: Any, config: engine.ConfigSource = None) -> None:
+        self._offload = offload_in(deepspeed_engine)
+        self._config = config if isinstance(config, Config) else load_config(config)
+        self._model: nn.Module | None = None
+
+    def on_subscribe(self, model: nn.Module) -> None:
+        if not is_partitioned(model):
+            raise OrtAccelError(
+                f"ZeRO stage 3 does not partition this {type(model).__name__}; give deepspeed.initialize "
+                '"zero_optimization": {"stage": 3}, or call ort_accel.accelerate(model)'
+            )
+        accelerate_partitioned(model, self._config, self._offload)
+        self._model = model
+
+    def on_unsubscribe(self) -> None:
+        if self._model is not None:
+            engine.restore(self._model)
+
+
+def is_partitioned(model: nn.Module) -> bool:
+    """Whether ZeRO stage 3 has spread the parameters of a model over the processes."""
+    return any(hasattr(parameter, "ds_status") for parameter in model.parameters())
+
+
+def offload_in(*holders: Any) -> Any:
+    """What of DeepSpeed gathers and frees parameters, found in its engine or optimizer, wrapped or not."""
+    for holder in holders:
+        for candidate in _unwrapped(holder):
+            offload = getattr(candidate, "parameter_offload", candidate)
+            if hasattr(offload, "get_param_coordinator"):
+                return offload
+    return None
+
+
+def accelerate_partitioned(model: nn.Module, config: Config, offload: Any) -> None:
+    """Run a model under ZeRO stage 3 on the engine, in place. Where that cannot be, it stays plain, and it is said why.
+
+    A second call with an equal configuration changes nothing.
+    """
+    if engine.runs_by_layers(model) and engine.config_of(model) == config:
+        return
+    engine.restore(model)
+    layers = layers_of(model)
+    reason = _reason_to_decline(config, offload, layers)
+    if reason:
+        engine.decline(model, config, reason)
+        return
+    gathering = _Gathering(offload, layers)
+    engine.accelerate_layers(model, config, layers, undo=gathering.undo)
+    kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+    largest = max(sum(parameter.ds_numel for parameter in _parameters(layer)) for layer in layers)
+    how = f"{len(layers)} layers ({kinds}) are gathered one by one, and one ahead"
+    engine.report(model).applied(FEATURE, f"{how}; the largest has {largest:,} parameters")
+
+
+def live_parameters(model: nn.Module) -> int:
+    """How many numbers of gathered parameters this process holds, beside those that DeepSpeed never partitions."""
+    return sum(p.ds_numel for p in _parameters(model) if p.ds_status.name != "NOT_AVAILABLE" and not p.ds_persist)
+
+
+def _parameters(module: nn.Module) -> list[Any]:
+    """The parameters with what DeepSpeed knows about each."""
+    return list(module.parameters())
+
+
+def _unwrapped(holder: Any) -> Iterator[Any]:
+    """A wrapper around an engine or an optimizer, and what is inside of it."""
+    while holder is not None:
+        yield holder
+        holder = vars(holder).get("optimizer")
+
+
+def _reason_to_decline(config: Config, offload: Any, layers: Sequence[nn.Module]) -> str:
+    """Why a partitioned model stays with PyTorch; empty where it need not."""
+    if config.distributed.zero3 is False:
+        return "ZeRO stage 3 shards it, and distributed.zero3 is false"
+    version = importlib.metadata.version("deepspeed")
+    if version not in CHECKED:
+        return f"ZeRO stage 3 shards it, and its layers need deepspeed {CHECKED}, not {version}"
+    missing = _missing(offload, layers)
+    if missing:
+        return f"ZeRO stage 3 shards it, and this deepspeed {version} lacks {', '.join(missing)}"
+    if not layers:
+        return "ZeRO stage 3 shards it, and it has no layers that could be gathered one by one"
+    leaves = {type(part).__name__ for layer in layers for part in layer.modules() if getattr(part, "_z3_leaf", False)}
+    if leaves:
+        return f"ZeRO stage 3 shards it, and DeepSpeed was told to gather {', '.join(sorted(leaves))} in its own way"
+    return ""
+
+
+def _missing(offload: Any, layers: Sequence[nn.Module]) -> list[str]:
+    """What this file uses and DeepSpeed does not have."""
+    if offload is None:
+        return ["the part that gathers parameters"]
+    coordinator = offload.get_param_coordinator()
+    parameter = next((parameter for layer in layers for parameter in layer.parameters()), None)
+    return [
+        *[f"DeepSpeedZeRoOffload.{name}" for name in _OF_OFFLOAD if not hasattr(offload, name)],
+        *[f"{type(coordinator).__name__}.__{n}" for n in _OF_COORDINATOR if not hasattr(coordinator, _mangled(n))],
+        *[f"Parameter.{n}" for n in _OF_PARAMETER if parameter is not None and not hasattr(parameter, n)],
+    ]
+
+
+def _mangled(name: str) -> str:
+    return f"_PartitionedParameterCoordinator__{name}"
+
+
+class _Gathering:
+    """Lets DeepSpeed gather and free whole layers, and gathers the next one while a layer computes.
+
+    What comes next is what came next the last time: of the forward, of the backward, of a layer that is computed again.
+    """
+
+    def __init__(self, offload: Any, layers: Sequence[nn.Module]) -> None:
+        _capture_plain_linear()
+        self._offload, self._coordinator = offload, offload.get_param_coordinator()
+        self._layers = tuple(layers)
+        self._following: dict[_Moment, nn.Module] = {}
+        self._latest: _Moment | None = None
+        self._ahead: nn.Module | None = None
+        self._limits = {name: getattr(self._coordinator, _mangled(name)) for name in _LIMITS}
+        for name in _LIMITS:
+            setattr(self._coordinator, _mangled(name), 0)
+        self._hook_anew(whole=True)
+        offload.pre_sub_module_forward_function = self._before_forward
+        offload.pre_sub_module_backward_function = self._before_backward
+
+    def undo(self) -> None:
+        """Leave everything as DeepSpeed had it."""
+        del self._offload.pre_sub_module_forward_function, self._offload.pre_sub_module_backward_function
+        for name, value in self._limits.items():
+            setattr(self._coordinator, _mangled(name), value)
+        self._hook_anew(whole=False)
+
+    def _hook_anew(self, whole: bool) -> None:
+        """Let DeepSpeed put its hooks on the model again: on layers as a whole, or on all of their parts."""
+        offload = self._offload
+        for layer in self._layers:
+            vars(layer)["_z3_leaf"] = whole
+        offload._remove_module_hooks()
+        offload.forward_hooks.clear()
+        offload.backward_hooks.clear()
+        offload.setup_zero_stage3_hooks()
+        for parameter in offload.module.parameters():
+            # Only engines to come would read it, to reduce the gradients of a whole layer at once.
+            vars(parameter).pop("ds_z3_leaf_module", None)
+
+    def _before_forward(self, module: nn.Module) -> None:
+        if module is self._offload.module:
+            self._latest = None  # between steps parameters change, and nothing may be gathered ahead
+        type(self._offload).pre_sub_module_forward_function(self._offload, module)
+        self._gathered(module, "again" if torch._C._current_graph_task_id() != -1 else "forward")
+
+    def _before_backward(self, module: nn.Module) -> None:
+        type(self._offload).pre_sub_module_backward_function(self._offload, module)
+        self._gathered(module, "backward")
+
+    @torch.no_grad()
+    def _gathered(self, module: nn.Module, phase: str) -> None:
+        """A module's parameters are here; begin to gather what came after it the last time."""
+        if not getattr(module, "_z3_leaf", False):
+            return
+        if self._ahead is not None and self._ahead is not module:
+            self._free(self._ahead)
+        moment = (module, phase)
+        if self._latest is not None:
+            self._following[self._latest] = module
+        self._latest, self._ahead = moment, self._following.get(moment)
+        if self._ahead is not None:
+            wanted = [p for p in _parameters(self._ahead) if p.ds_status.name == "NOT_AVAILABLE"]
+            getattr(self._coordinator, _mangled("all_gather_params"))(wanted, phase != "backward")
+
+    def _free(self, layer: nn.Module) -> None:
+        """Give back what was gathered for a layer that did not come."""
+        in_flight = getattr(self._coordinator, _mangled("inflight_param_registry"))
+        for parameter in layer.parameters():
+            if parameter in in_flight:
+                in_flight.pop(parameter).wait()
+                getattr(self._coordinator, _mangled("release_param"))(parameter)
+
+
+_Moment = tuple[nn.Module, str]
+"""A layer, and in what phase of a step its parameters were needed."""
+
+
+@cache
+def _capture_plain_linear() -> None:
+    """Capture `linear` where DeepSpeed has its own, which exists to save memory that a graph does not take."""
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    @torch.compiler.substitute_in_graph(zero3_linear_wrap, skip_signature_check=True)
+    def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch._C._nn.linear(input, weight, bias)

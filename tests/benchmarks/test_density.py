@@ -1,0 +1,93 @@
+"""The density benchmark measures batches of the density that it names, and says what was to be reached."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ort_accel.cli.benchmark.contenders import EVERYTHING
+from ort_accel.cli.benchmark.timing import Ratio
+from ort_accel.cli.benchmark.workload import Workload, batch_of
+from ort_accel.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("density_benchmark", ROOT / "benchmarks" / "density.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def shares(workload):
+    batch = batch_of(workload)
+    return batch["attention_mask"].double().mean().item(), (batch["labels"] != -100).double().mean().item()
+
+
+@pytest.mark.parametrize("density", [0.05, 0.2, 0.35, 0.6, 0.95, 1.0])
+def test_a_batch_has_the_density_that_was_asked_for_and_rows_of_many_lengths(density):
+    batch = batch_of(Workload("bert", density=density))
+    mask = batch["attention_mask"]
+    assert mask.double().mean().item() == pytest.approx(density, abs=1e-3)
+    assert len(set(mask.sum(dim=1).tolist())) > (6 if density < 0.9 else 0)
+    assert torch.equal(batch["input_ids"] == 0, mask == 0)
+
+
+@pytest.mark.parametrize(
+    ("workload", "wanted"),
+    [
+        (Workload("bert-mlm", labelled=0.14), (1.0, 0.14)),
+        (Workload("bert-mlm", density=0.5), (0.5, 0.075)),
+        (Workload("llama", density=0.6, labelled=0.3), (0.6, 0.3)),
+        (Workload("llama", density=0.6), (0.6, 0.6)),
+        (Workload("gpt2"), (1.0, 1.0)),
+    ],
+    ids=str,
+)
+def test_labels_are_as_many_as_were_asked_for_and_never_on_padding(workload, wanted):
+    assert shares(workload) == pytest.approx(wanted, abs=5e-3)
+    batch = batch_of(workload)
+    assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
+
+
+def test_the_cases_are_those_of_the_acceptance():
+    cases = {str(name): case for name, case in script().CASES.items()}
+    assert shares(cases["classification"].workload)[0] == pytest.approx(0.35, abs=1e-3)
+    assert shares(cases["mlm"].workload) == pytest.approx((1.0, 0.14), abs=1e-3)
+    assert shares(cases["causal"].workload) == pytest.approx((0.6, 0.3), abs=5e-3)
+    assert shares(cases["full"].workload)[0] == 1
+
+
+def test_what_was_reached_is_measured_against_every_other_contender_and_eagers_memory():
+    benchmark = script()
+    case = benchmark.Case(Workload(), faster=3.0, memory=0.5)
+    result = benchmark.Result(case.workload, None, {})
+    result.ratios = {"eager": Ratio(3.1, 3, 4), "inductor": Ratio(2.9, 2, 3)}
+    result.fresh = {"eager": {"later_steps_mib": 100.0}, "ort_accel": {"later_steps_mib": 51.0}}
+    found = benchmark.reached(case, result)
+    assert [(goal["value"], goal["met"]) for goal in found] == [(3.1, True), (2.9, False), (0.51, False)]
+
+
+def test_the_script_compares_the_engine_with_itself_at_full_density_and_writes_json(tmp_path):
+    file = tmp_path / "result.json"
+    command = [sys.executable, "benchmarks/density.py", "--tiny", "--no-fresh", "--no-inductor", "--threads", "1"]
+    command += ["--steps", "2", "--warmup", "1", "--case", "full", "--case", "mlm", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert set(found["full"]["seconds"]) == {"ort_accel", EVERYTHING}
+    assert set(found["mlm"]["seconds"]) == {"eager", "ort_accel"}
+    assert [goal["what"] for goal in found["full"]["goals"]] == [f"times as fast as {EVERYTHING}"]
+    assert found["mlm"]["goals"][0]["value"] == found["mlm"]["ratios"]["eager"]["ratio"]
+    assert "14% labelled" in done.stdout
+
+
+def test_more_labels_than_tokens_cannot_be_measured():
+    assert CliRunner().invoke(app, ["bench", "--density", "0.3", "--labelled", "0.4"]).exit_code == 2

@@ -1,0 +1,51 @@
+"""Small models with dropout, and what they are compared by."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+import ort_accel
+from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
+from ort_accel.reporting import GraphMemory
+from tests.against_eager import Trace, step
+
+NAMES = ("bert", "gpt2", "llama", "t5")
+
+
+def size(name: str) -> Workload:
+    return Workload(name, hidden=32, layers=2, heads=2, batch=2, length=16, vocab=64, dropout=0.1)
+
+
+@cache
+def model_and_batch(name: str) -> tuple[nn.Module, Batch]:
+    return build(size(name)), batch_of(size(name))
+
+
+def accelerated(name: str, memory: dict[str, Any], **config: Any) -> nn.Module:
+    quiet = {"observe": {"log_level": "error"}, "memory": memory}
+    return ort_accel.accelerate(copy.deepcopy(model_and_batch(name)[0]), config | quiet)
+
+
+def one_step(name: str, memory: dict[str, Any], **config: Any) -> tuple[Trace, GraphMemory]:
+    """A step with these memory settings, and what was recorded of it."""
+    model = accelerated(name, memory, **config)
+    trace = step(model, **model_and_batch(name)[1])
+    return trace, list(ort_accel.report(model).memory.values())[-1]
+
+
+@cache
+def plain(name: str) -> tuple[Trace, GraphMemory]:
+    """The step with nothing computed again."""
+    return one_step(name, {"level": 0})
+
+
+def assert_same_bits(one: Trace, other: Trace) -> None:
+    assert torch.equal(one.loss, other.loss)
+    assert torch.equal(one.random, other.random), "other random numbers were drawn"
+    for name, gradient in other.gradients.items():
+        assert gradient is None or torch.equal(one.gradients[name], gradient), name

@@ -1,0 +1,194 @@
+"""Plans, levels and checkpointing: less is kept, and every gradient stays what it was."""
+
+import copy
+import json
+import logging
+
+import pytest
+import sympy
+import torch
+import transformers as hf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import ort_accel
+from ort_accel.errors import OrtAccelError
+from tests.against_eager import assert_step_as_eager, pair, step
+from tests.recompute.models import NAMES, accelerated, assert_same_bits, model_and_batch, one_step, plain
+
+
+def row(memory, cluster):
+    return next(row for row in memory.plans if row.cluster == cluster)
+
+
+@pytest.mark.parametrize(("name", "level"), [*((name, 1) for name in NAMES), ("bert", 2)])
+def test_levels_keep_less_and_change_no_bit(name, level):
+    trace, memory = one_step(name, {"level": level})
+    assert_same_bits(trace, plain(name)[0])
+    assert memory.layers == {"t5": 6}.get(name, 2)
+    assert memory.repeated
+    assert memory.stash < 0.6 * plain(name)[1].stash == 0.6 * memory.stash_without
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_plans_change_no_bit(name, data):
+    rows = plain(name)[1].plans
+    drawn = data.draw(st.lists(st.sampled_from(rows), min_size=1, max_size=6, unique_by=lambda row: row.cluster))
+    plans = [f"{row.cluster}:{row.kind}:{data.draw(st.sampled_from([-1, 1, row.frequency]))}" for row in drawn]
+    trace, memory = one_step(name, {"level": 0, "plans": plans})
+    assert_same_bits(trace, plain(name)[0])
+    assert memory.stash < memory.stash_without
+
+
+def test_all_places_of_a_plan():
+    trace, memory = one_step("bert", {"level": 0, "plans": ["BiasGelu+:1:-1"]})
+    gelu = row(memory, "BiasGelu+")
+    assert (gelu.requested, gelu.applied, gelu.frequency) == (-1, 2, 2)
+    assert memory.stash_without - memory.stash == gelu.saving == 2 * 4 * 2 * 16 * 128
+    assert_same_bits(trace, plain("bert")[0])
+
+
+def test_exactly_one_place_of_a_plan():
+    memory = one_step("bert", {"level": 0, "plans": ["BiasGelu+:1:1"]})[1]
+    assert row(memory, "BiasGelu+").applied == memory.repeated == 1
+    assert memory.stash_without - memory.stash == row(memory, "BiasGelu+").saving / 2
+
+
+def test_plans_as_a_file_of_hundreds(tmp_path):
+    rows = plain("bert")[1].plans
+    texts = [f"{row.cluster}:{row.kind}:-1" for row in rows] * 40
+    file = tmp_path / "plans.json"
+    file.write_text(json.dumps(texts))
+    trace, memory = one_step("bert", {"level": 0, "plan_file": str(file)})
+    assert all(row.applied == row.frequency for row in memory.plans)
+    assert_same_bits(trace, plain("bert")[0])
+
+
+def test_an_advanced_search_finds_what_a_basic_one_does_not():
+    basic = {row.cluster for row in one_step("bert", {"level": 0, "probe": "0:0"})[1].plans}
+    advanced = {row.cluster for row in plain("bert")[1].plans}
+    assert "BiasGelu+" in basic < advanced
+    assert "Where+MatMul+BiasSoftmax+" in advanced - basic
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("BiasGelo+:1:-1", ["nearest first: BiasGelu+", "LayerNormalization+"]),
+        ("BiasGelu+:1:3", ["asks for 3 places, and the model has 2", "BiasGelu+:1:2"]),
+        ("BiasGelu+:2:-1", ["of type 1 only, not 2"]),
+    ],
+)
+def test_a_plan_that_does_not_fit_says_what_there_is(plan, words):
+    with pytest.raises(OrtAccelError) as error:
+        one_step("bert", {"level": 0, "plans": [plan]})
+    assert all(word in str(error.value) for word in words)
+
+
+def test_sizes_that_can_change_stand_in_the_savings():
+    memory = one_step("bert", {"level": 0}, engine={"dynamic_shapes": True})[1]
+    saving = sympy.sympify(row(memory, "BiasGelu+").symbolic)
+    assert {memory.symbols[str(symbol)] for symbol in saving.free_symbols} == {2, 16}
+    assert saving.subs(memory.symbols) == row(memory, "BiasGelu+").saving
+
+
+def test_other_lengths_compile_nothing_and_stay_right():
+    eager, ours = pair(model_and_batch("bert")[0], {"memory": {"level": 1}, "observe": {"log_level": "error"}})
+    batch = model_and_batch("bert")[1]
+    for rows, length in [(2, 16), (2, 9), (2, 12), (2, 5)]:
+        cut = {name: value[:rows, :length] if value.ndim == 2 else value[:rows] for name, value in batch.items()}
+        assert_step_as_eager(eager, ours, **cut)
+    assert ort_accel.report(ours).counters["compilations"] == 4
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_checkpointing_in_the_model_is_understood(level):
+    model = accelerated("bert", {"level": level})
+    model.gradient_checkpointing_enable()
+    trace = step(model, **model_and_batch("bert")[1])
+    memory = list(ort_accel.report(model).memory.values())[-1]
+    assert_same_bits(trace, plain("bert")[0])
+    assert memory.stash < 0.4 * memory.stash_without
+    again = [name for segment in ort_accel.report(model).segments if "back" in segment.graph for name in segment.ops]
+    assert "aten.bernoulli.p" not in again, "masks are kept, not drawn again"
+
+
+def test_a_model_without_layers_is_warned_of(caplog):
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+    ours = ort_accel.accelerate(model, {"memory": {"level": 1}})
+    with caplog.at_level(logging.WARNING, logger="ort_accel"):
+        ours(torch.randn(3, 4)).sum().backward()
+    assert "no transformer layer was found" in caplog.text
+    assert any("no transformer layer" in note for note in ort_accel.report(ours).notes)
+
+
+def test_a_smaller_copy_is_kept_where_a_cast_was():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Parameter(torch.randn(8, 8).bfloat16())
+
+        def forward(self, x):
+            half = torch.cumsum(x.bfloat16() @ self.inner, -1)
+            return half.float().square().sum()
+
+    torch.manual_seed(0)
+    model, x = Mixed(), torch.randn(16, 8)
+    results = []
+    for plans in ([], ["Cast+:2:-1"]):
+        model.zero_grad()
+        quiet = {"memory": {"level": 0, "plans": plans, "probe": "0:0"}, "observe": {"log_level": "error"}}
+        ours = ort_accel.accelerate(model, quiet)
+        ours(x).backward()
+        results.append((model.inner.grad.clone(), list(ort_accel.report(ours).memory.values())[-1]))
+    (before, _), (after, memory) = results
+    assert torch.equal(before, after)
+    assert memory.stash_without - memory.stash == 16 * 8 * 2, "two bytes an element instead of four"
+
+
+def test_post_norm_and_pre_norm_layers_are_found():
+    shape = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 64}
+    bert = hf.BertForMaskedLM(hf.BertConfig(**shape, num_hidden_layers=3))
+    vit = hf.ViTForImageClassification(
+        hf.ViTConfig(hidden_size=32, num_attention_heads=2, intermediate_size=64, num_hidden_layers=3, image_size=32)
+    )
+    ids = torch.randint(0, 64, (2, 8))
+    for model, batch in [
+        (bert, {"input_ids": ids, "labels": ids}),
+        (vit, {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])}),
+    ]:
+        ours = ort_accel.accelerate(model.train(), {"memory": {"level": 1}, "observe": {"log_level": "error"}})
+        ours(**batch).loss.backward()
+        assert list(ort_accel.report(ours).memory.values())[-1].layers == 3
+
+
+def test_what_the_forward_overwrites_is_not_computed_from():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+            self.register_buffer("count", torch.ones(8))
+
+        def forward(self, x):
+            y = nn.functional.gelu(self.inner(x) + self.count)
+            with torch.no_grad():
+                self.count.mul_(3)
+            return (y**3).sum() + (y * y.detach().sigmoid()).sum()
+
+    torch.manual_seed(0)
+    model, x = Counting(), torch.randn(4, 8)
+
+    def trained(plans):
+        memory = {"level": 0, "plans": plans}
+        ours = ort_accel.accelerate(copy.deepcopy(model), {"memory": memory, "observe": {"log_level": "error"}})
+        for _ in range(2):
+            ours(x).backward()
+        return ours.inner.weight.grad, list(ort_accel.report(ours).memory.values())[-1]
+
+    before, memory = trained([])
+    after, memory = trained([f"{row.cluster}:{row.kind}:-1" for row in memory.plans])
+    assert memory.repeated
+    assert torch.equal(before, after)

@@ -1,0 +1,117 @@
+"""Models under ZeRO in two processes: on the engine they learn what they learn without it, layer by layer."""
+
+import importlib.util
+import json
+
+import pytest
+from torch import nn
+
+import ort_accel
+from ort_accel.subscribers import SubscriberManager, ZeROOffloadSubscriber
+from tests.ranks import run_ranks
+
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+UNDER_STAGE_3 = ["llama", "bert", "lora", "checkpointing", "skipping", "offloaded"]
+ROUNDING = {"rel": 1e-6, "abs": 2e-6}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What both processes saw."""
+    folder = tmp_path_factory.mktemp("zero")
+    run_ranks("tests.subscribers.zero_worker", folder, timeout=400.0)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def effects(report):
+    return {feature["name"]: feature["effect"] for feature in report["features"]}
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", [*UNDER_STAGE_3, "stage 0", "stage 1", "stage 2"])
+def test_losses_and_weights_equal_those_without_the_engine(seen, name):
+    for process in seen:
+        run = process[name]
+        assert run["mine"] == pytest.approx(run["stock"], **ROUNDING)
+        assert run["stock"][0] != run["stock"][2], "nothing was learned"
+        assert run["furthest"] < 2e-6
+    assert seen[0][name]["stock"] != seen[1][name]["stock"] or name in {"skipping", "offloaded"}
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", UNDER_STAGE_3)
+def test_no_more_is_gathered_than_two_layers_and_the_embeddings(seen, name):
+    for process in seen:
+        run = process[name]
+        most = 2 * run["layer"] + run["tables"]
+        assert run["looks"] > 100
+        assert run["layer"] < run["live"] <= most, "the next layer is gathered while one computes, and no other"
+        assert run["layer"] <= run["alive"] <= most, "what was saved for the backward holds gathered memory"
+        assert run["whole"] > most
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("name", "graphs"),
+    [
+        ("llama", 8),  # decoder layers and the head, forward and backward, for fixed and for open sizes
+        ("checkpointing", 4),
+        ("skipping", 4),  # the first layer's input needs no gradient
+    ],
+)
+def test_layers_that_are_alike_share_one_pair_of_graphs(seen, name, graphs):
+    for process in seen:
+        assert process[name]["report"]["counters"]["compilations"] == graphs
+
+
+@needs_deepspeed
+def test_the_report_says_what_is_gathered(seen):
+    effect = effects(seen[0]["llama"]["report"])["distributed.zero3"]
+    assert effect.startswith("5 layers (Linear, LlamaDecoderLayer) are gathered one by one, and one ahead")
+    assert effect.endswith("the largest has 9,280 parameters")
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_model_that_is_not_partitioned_has_one_pair_of_graphs(seen, stage):
+    report = seen[0][f"stage {stage}"]["report"]
+    assert report["counters"]["compilations"] == 2
+    assert "a graph break" not in {fallback["op"] for fallback in report["fallbacks"]}
+
+
+@needs_deepspeed
+def test_evaluation_saving_and_restoring_are_those_of_deepspeed(seen):
+    for process in seen:
+        run = process["evaluation"]
+        assert run["mine"] == pytest.approx(run["stock"], **ROUNDING)
+        assert run["live after evaluation"] == 0
+        assert run["again from the checkpoint"] == pytest.approx(run["restored"], **ROUNDING)
+    assert seen[0]["evaluation"]["same keys"]
+    assert seen[0]["evaluation"]["furthest"] < 2e-6
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("version", "need deepspeed >=1, not 0.19"),
+        ("switch", "distributed.zero3 is false"),
+        ("lacking", "lacks DeepSpeedZeRoOffload.a_method_of_later"),
+    ],
+)
+def test_what_cannot_run_by_layers_trains_as_deepspeed_does_and_says_why(seen, name, reason):
+    for process in seen:
+        run = process["refusals"][name]
+        assert (run["name"], run["state"]) == ("engine", "refused")
+        assert reason in run["reason"]
+        assert run["losses"] == process["skipping"]["stock"][:4]
+
+
+def test_a_model_that_is_not_partitioned_is_refused():
+    with pytest.raises(ort_accel.OrtAccelError, match="ZeRO stage 3 does not partition this Linear"):
+        SubscriberManager().subscribe(nn.Linear(2, 2), [ZeROOffloadSubscriber(None)])
+
+
+def test_an_explicit_wish_for_stage_3_is_an_error_without_it():
+    with pytest.raises(ort_accel.ConfigError, match="this model is not partitioned by ZeRO stage 3"):
+        ort_accel.accelerate(nn.Linear(2, 2), {"distributed": {"zero3": True}})
