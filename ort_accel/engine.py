@@ -13,6 +13,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from ort_accel.capture.activation import CompiledCall, ModelCall
 from ort_accel.capture.backend import Backend
 from ort_accel.capture.layers import LayeredCall
+from ort_accel.capture.placement import device_of
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.observe.density import DensityInspector
@@ -33,16 +34,17 @@ def accelerate(model: Model, config: ConfigSource = None) -> Model:
     """Let a model run its forward and backward on ONNX Runtime, in place; returns the same model.
 
     Its class, its `state_dict` and its `forward` stay what they are. Calling it again with an equal configuration
-    changes nothing; with another one, the model is set up anew.
+    changes nothing; with another one, or on another device, the model is set up anew.
     """
     settings = config if isinstance(config, Config) else load_config(config)
     _refuse(model)
+    device = device_of(model)
     present = _call_of(model)
-    if present is not None and present.backend.config == settings:
+    if present is not None and present.backend.config == settings and present.backend.place.device == device:
         return model
     restore(model)
     if settings.engine.enabled:
-        model._compiled_call_impl = CompiledCall(model, Backend(settings, Report()))
+        model._compiled_call_impl = CompiledCall(model, Backend(settings, Report(), device))
     return model
 
 
@@ -55,8 +57,10 @@ def accelerate_layers(
     called when the model is restored.
     """
     _refuse(model)
+    device = device_of(model)
     restore(model)
-    model._compiled_call_impl = LayeredCall(model, Backend(config, Report(), parameters_stay=False), layers, undo)
+    backend = Backend(config, Report(), device, parameters_stay=False)
+    model._compiled_call_impl = LayeredCall(model, backend, layers, undo)
     return model
 
 
@@ -144,11 +148,3 @@ def _refuse(model: nn.Module) -> None:
         raise OrtAccelError("nn.DataParallel copies the model for every step; use DistributedDataParallel instead")
     if model._compiled_call_impl is not None and _call_of(model) is None:
         raise OrtAccelError("model.compile() was called on this model; it cannot run on two compilers at once")
-    devices = {parameter.device.type for parameter in model.parameters()}
-    elsewhere = devices - {"cpu", "meta"}
-    if "mps" in elsewhere:
-        raise OrtAccelError("the model is on mps, where no ONNX Runtime trains; move it to the CPU: model.to('cpu')")
-    if elsewhere:
-        raise OrtAccelError(
-            f"the model is on {', '.join(sorted(elsewhere))}; this version of ort_accel runs models on the CPU only"
-        )

@@ -14,10 +14,11 @@ from torch._guards import TracingContext
 from ort_accel.capture.attention import attention_as
 from ort_accel.capture.choice import chosen_runtime, opset, session_settings, tuner
 from ort_accel.capture.fallback import FallbackPolicy
-from ort_accel.capture.features import record_features
+from ort_accel.capture.features import record_features, refuse_missing
 from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
+from ort_accel.capture.placement import CPU, place_for
 from ort_accel.capture.randomness import split_dropout
-from ort_accel.capture.refusals import refuse_forbidden
+from ort_accel.capture.refusals import refuse_forbidden, refuse_moved
 from ort_accel.capture.skipping import Skipping, SkippingPolicy, Smaller, hints, tables_of
 from ort_accel.config import Config, load_config
 from ort_accel.lowering.casts import propagate_casts
@@ -40,11 +41,17 @@ from ort_accel.runtime.sessions import ModelFolder, Sessions
 class Backend:
     """Compiles the graphs of one model. Dynamo calls it once for each graph and set of shapes."""
 
-    def __init__(self, config: Config, report: Report, parameters_stay: bool = True) -> None:
-        """`parameters_stay` says that the memory of parameters is in place from step to step, and may be held."""
+    def __init__(
+        self, config: Config, report: Report, device: torch.device = CPU, parameters_stay: bool = True
+    ) -> None:
+        """`device` is the model's. `parameters_stay` says that the memory of parameters is in place from step to step,
+        and may be held."""
+        refuse_missing(config)
         self.config, self.report = config, report
         self._parameters_stay = parameters_stay
-        runtime, settings = chosen_runtime(config), session_settings(config)
+        runtime = chosen_runtime(config)
+        self.place = place_for(config, runtime, device)
+        settings = session_settings(config, self.place)
         record_features(config, runtime, settings, report, partitioned=not parameters_stay)
         level = config.observe.log_level
         configure(level)
@@ -69,6 +76,7 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         refuse_forbidden(module, self.config.engine)
+        refuse_moved(inputs, self.place)
         self._is_broken |= breaks_off(module)
         with self.report.timed("capture"), attention_as(self.config.compute.attention):
             if self.skipping.wants_any:
@@ -179,7 +187,7 @@ def dynamo_backend(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="ort_accel", options={"config": ...})`."""
-    backend = registered(load_config((options or {}).get("config")))
+    backend = registered(load_config((options or {}).get("config")), _device_in(inputs))
     if not torch._dynamo.config.automatic_dynamic_shapes:
         backend.report.note(FIXED_SIZES)
     return backend(module, inputs)
@@ -190,9 +198,17 @@ FIXED_SIZES = (
     "model; `accelerate launch` does so unless --dynamo_use_dynamic is given"
 )
 
-_REGISTERED: dict[str, Backend] = {}
+_REGISTERED: dict[tuple[str, torch.device], Backend] = {}
 
 
-def registered(config: Config) -> Backend:
-    """The one backend of `torch.compile` with this configuration; its report covers all models compiled so."""
-    return _REGISTERED.setdefault(config.to_yaml(), Backend(config, Report()))
+def registered(config: Config, device: torch.device = CPU) -> Backend:
+    """The one backend of `torch.compile` with this configuration on a device; its report covers all such models."""
+    key = (config.to_yaml(), device)
+    if key not in _REGISTERED:
+        _REGISTERED[key] = Backend(config, Report(), device)
+    return _REGISTERED[key]
+
+
+def _device_in(inputs: Sequence[Any]) -> torch.device:
+    """The CUDA device that a graph works on, or the CPU."""
+    return next((item.device for item in inputs if isinstance(item, torch.Tensor) and item.is_cuda), CPU)

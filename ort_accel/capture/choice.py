@@ -1,4 +1,4 @@
-"""Which onnxruntime, provider, threads and operator set a model runs with, from the configuration and what is there."""
+"""Which onnxruntime, threads and operator set a model runs with, from the configuration and what is there."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ort_accel.lowering.tune.choose import Tuner
 from ort_accel.observe.logs import severity
 from ort_accel.reporting import Report
 from ort_accel.runtime.flavor import Flavor, installed_runtime
+from ort_accel.runtime.place import Place
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.tuning import Results, Stopwatch, context_of
 
@@ -32,12 +33,10 @@ def chosen_runtime(config: Config) -> Flavor:
             f"engine.runtime is {wish}, but {runtime.distribution} {runtime.version} is installed; "
             f'`pip uninstall -y {runtime.distribution}` and then `pip install "ort-accel[{extra}]"`, or set it to auto'
         )
-    if config.engine.provider == "cuda":
-        raise OrtAccelError("engine.provider is cuda, but this version of ort_accel runs models on the CPU only")
     return runtime
 
 
-def session_settings(config: Config) -> SessionSettings:
+def session_settings(config: Config, place: Place | None = None) -> SessionSettings:
     """How sessions run."""
     engine = config.engine
     threads = torch.get_num_threads() if engine.threads == "auto" else engine.threads
@@ -48,6 +47,7 @@ def session_settings(config: Config) -> SessionSettings:
         optimize=config.compute.fusions is not False,
         deterministic=deterministic,
         log_severity=severity(config.observe.log_level),
+        place=place or Place(),
     )
 
 
@@ -71,4 +71,11 @@ def tuner(config: Config, runtime: Flavor, settings: SessionSettings, report: Re
     path = folder / TUNING_FILE if wish.results is None and folder is not None else wish.results
     limit = wish.max_duration_ms / 1e3 if wish.max_duration_ms else math.inf
     results = Results(path, context_of(runtime, settings), report)
-    return Tuner(opset(config, runtime), settings, Stopwatch(limit), results, report, settings.deterministic)
+    return Tuner(
+        opset(config, runtime),
+        settings,
+        Stopwatch(limit, settle=settings.place.settle),
+        results,
+        report,
+        settings.deterministic,
+    )

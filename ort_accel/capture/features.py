@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import ort_accel
 from ort_accel.capture.choice import opset
+from ort_accel.capture.cuda_features import NO_TRITON, record_cuda
 from ort_accel.config import Config
 from ort_accel.errors import ConfigError, Problem
 from ort_accel.reporting import Report
@@ -24,6 +26,7 @@ OBEYED = (
     "engine.enabled",
     "engine.runtime",
     "engine.provider",
+    "engine.provider_options",
     "engine.threads",
     "engine.dynamic_shapes",
     "engine.fallback",
@@ -41,6 +44,10 @@ OBEYED = (
     "compute.attention",
     "compute.upstream",
     "compute.loss_only",
+    "compute.conv_algorithm",
+    "compute.triton.enabled",
+    "compute.triton.ops_file",
+    "compute.triton.debug",
     "density.labels",
     "density.padding",
     "density.threshold",
@@ -70,6 +77,7 @@ OBEYED = (
     "memory.plans",
     "memory.plan_file",
     "memory.probe",
+    "memory.external_allocator",
     "observe.log_level",
     "observe.report_file",
     "observe.activation_statistics",
@@ -79,23 +87,17 @@ OBEYED = (
 MISSING: dict[str, Any] = {
     "engine.skip_checks": False,
     "precision.cache_cast_weights": False,
-    "compute.conv_algorithm": "heuristic",
     "compute.loss_in_graph": False,
-    "compute.triton.enabled": False,
     "memory.budget": None,
     "memory.early_gradient_release": False,
-    "memory.external_allocator": False,
     "optimizer.step_in_backward": False,
     "observe.memory_stats": False,
 }
 """Features that this version does not have, with the value that does without them."""
 
 FIXED = (
-    "engine.provider_options",
     "precision.cast_propagation.strategy",
     "precision.cast_propagation.allow",
-    "compute.triton.ops_file",
-    "compute.triton.debug",
     "memory.offload",
 )
 """Keys that nothing reads in this version, so that only their default is true."""
@@ -108,12 +110,20 @@ FUSED = (
 PARTLY: dict[str, tuple[Any, ...]] = {"precision.cast_propagation.level": (0, 1)}
 """Keys of which only these values are to be had in this version."""
 
+TRITON: dict[str, Callable[[Config], bool]] = {
+    "compute.triton.enabled": lambda config: config.compute.triton.enabled is True,
+    "compute.triton.ops_file": lambda config: config.compute.triton.ops_file is not None,
+    "compute.triton.debug": lambda config: config.compute.triton.debug,
+}
+"""Wishes for kernels that are not generated."""
+
 _DEFAULTS = Config()
 
 
 def refuse_missing(config: Config) -> None:
     """Raise a `ConfigError` that lists every wish this version cannot obey."""
     problems = [problem for path in (*MISSING, *FIXED, *PARTLY) if (problem := _problem(config, path)) is not None]
+    problems += [Problem(path, f"{NO_TRITON}; remove the key") for path, wish in TRITON.items() if wish(config)]
     if problems:
         raise ConfigError(problems)
 
@@ -121,11 +131,10 @@ def refuse_missing(config: Config) -> None:
 def record_features(
     config: Config, runtime: Flavor, settings: SessionSettings, report: Report, partitioned: bool = False
 ) -> None:
-    """Write into the report what is on, off and refused; a wish that cannot be obeyed is a `ConfigError`.
+    """Write into the report what is on, off and refused.
 
     `partitioned` says that ZeRO stage 3 has spread the parameters of the model over several processes.
     """
-    refuse_missing(config)
     _record_zero3(config, partitioned, report)
     report.versions |= {
         "ort_accel": ort_accel.__version__,
@@ -135,10 +144,11 @@ def record_features(
     }
     report.config = config.to_dict()
     kind = "with training kernels" if runtime.is_training_build else "without training kernels"
-    how = f"CPU, {settings.threads} threads, opset {opset(config, runtime)}"
+    how = f"{settings.place}, {settings.threads} threads, opset {opset(config, runtime)}"
     report.applied("engine", f"{runtime.distribution} {runtime.version}, {kind}, {how}")
     _record_engine(config, settings, report)
     _record_compute(config, report)
+    record_cuda(config, settings.place, report)
     _record_optimizer(config, report)
     _record_trainers(config, report)
     every = f"the density table, every {config.density.inspect_every} batches" if config.density.inspect else ""

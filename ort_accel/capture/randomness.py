@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -61,18 +62,49 @@ def _draw(graph: fx.Graph, operand: fx.Node, node: fx.Node, keep: float) -> fx.N
     order = compute_elementwise_output_logical_to_physical_perm(operand.meta["val"])[0]
     sizes = _sizes(graph, operand, value)
     drawn = value.new_empty([value.shape[dim] for dim in order])
-    blank = graph.call_function(
-        aten.empty.memory_format, ([sizes[dim] for dim in order],), {"dtype": torch.bool, "device": value.device}
-    )
-    blank.meta = {"val": drawn} | _tag(operand)
-    mask = graph.call_function(aten.bernoulli.p, (blank, keep))
-    mask.meta = {**node.meta, "val": drawn}
+    draw = _by_bernoulli if value.device.type == "cpu" else _by_dropout
+    mask = draw(graph, operand, node, [sizes[dim] for dim in order], drawn, keep)
     if order == sorted(order):
         return mask
     back = [order.index(dim) for dim in range(len(order))]
     seen = graph.call_function(aten.permute.default, (mask, back))
     seen.meta = {**node.meta, "val": drawn.permute(back)}
     return seen
+
+
+def _blank(graph: fx.Graph, operand: fx.Node, sizes: list[Any], like: torch.Tensor) -> fx.Node:
+    how = {"dtype": like.dtype, "device": like.device}
+    blank = graph.call_function(aten.empty.memory_format, (sizes,), how)
+    blank.meta = {"val": like} | _tag(operand)
+    return blank
+
+
+def _by_bernoulli(
+    graph: fx.Graph, operand: fx.Node, node: fx.Node, sizes: list[Any], drawn: torch.Tensor, keep: float
+) -> fx.Node:
+    """What `native_dropout` does on the CPU."""
+    mask = graph.call_function(aten.bernoulli.p, (_blank(graph, operand, sizes, drawn), keep))
+    mask.meta = {**node.meta, "val": drawn}
+    return mask
+
+
+def _by_dropout(
+    graph: fx.Graph,
+    operand: fx.Node,
+    node: fx.Node,
+    sizes: list[Any],
+    drawn: torch.Tensor,
+    keep: float,  # noqa: ARG001
+) -> fx.Node:
+    """A CUDA device draws within its kernel for dropout, by places in memory and the operand's type, not its numbers."""
+    like = drawn.to(operand.meta["val"].dtype)
+    dropout = graph.call_function(
+        aten.native_dropout.default, (_blank(graph, operand, sizes, like), node.args[1], True)
+    )
+    dropout.meta = {**node.meta, "val": (like, drawn)}
+    mask = graph.call_function(operator.getitem, (dropout, 1))
+    mask.meta = {**node.meta, "val": drawn}
+    return mask
 
 
 def _sizes(graph: fx.Graph, operand: fx.Node, value: torch.Tensor) -> list[Any]:

@@ -16,6 +16,7 @@ from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.lowering.sizes import expression
 from ort_accel.lowering.slower import slower
 from ort_accel.reporting import Reason
+from ort_accel.runtime.place import Place
 from ort_accel.runtime.session import Session, SessionSettings
 
 aten = torch.ops.aten
@@ -49,6 +50,8 @@ class Assigner:
     unwanted: frozenset[str] = frozenset()
     for_speed: bool = True
     """Leave to PyTorch what it was measured to run faster."""
+    place: Place = Place()
+    """Where ONNX Runtime computes; a node with a tensor elsewhere is PyTorch's."""
     _tried: dict[Any, Refusal | None] = field(default_factory=dict)
 
     def refusal(self, node: fx.Node) -> Refusal | None:
@@ -74,9 +77,11 @@ class Assigner:
         for tensor in fakes_in(inputs) + fakes_in(node.meta["val"]):
             if tensor.dtype not in DTYPES:
                 return Refusal(Reason.UNSUPPORTED_DTYPE, str(tensor.dtype))
+            if tensor.device.type != self.place.kind:
+                return Refusal(Reason.ELSEWHERE, f"a tensor on {tensor.device}")
         if any(0 in map(expression, tensor.shape) for tensor in fakes_in(node.meta["val"])):
             return Refusal(Reason.SMALL, "an empty tensor, for which some kernels give no result")
-        figures = slower(node) if self.for_speed else None
+        figures = slower(node) if self.for_speed and not self.place.is_cuda else None
         return Refusal(Reason.SLOWER, figures) if figures else self._trial(node)
 
     def _trial(self, node: fx.Node) -> Refusal | None:
@@ -103,7 +108,8 @@ class Assigner:
             for output, (_, fake) in zip(outputs, made_values, strict=True):
                 describe(output, fake)  # a kernel whose result has another type than PyTorch's is refused
             model = ir.to_proto(graph.model(outputs, "trial")).SerializeToString()
-            Session(model, [], [], SessionSettings(threads=1, optimize=False, log_severity=4))
+            settings = SessionSettings(threads=1, optimize=False, log_severity=4, place=self.place, whole=True)
+            Session(model, [], [], settings)
         except Slower as error:
             return Refusal(Reason.SLOWER, str(error))
         except NotLowerable as error:

@@ -43,7 +43,7 @@ class Lowering:
     assigner: Assigner = field(init=False)
 
     def __post_init__(self) -> None:
-        self.assigner = Assigner(self.opset, self.unwanted, self.for_speed)
+        self.assigner = Assigner(self.opset, self.unwanted, self.for_speed, self.sessions.settings.place)
 
 
 def lower_graph(
