@@ -16,7 +16,7 @@ from ort_accel.capture.choice import chosen_runtime, opset, session_settings, tu
 from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features, refuse_missing
 from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
-from ort_accel.capture.placement import CPU, place_for
+from ort_accel.capture.placement import place_for
 from ort_accel.capture.randomness import split_dropout
 from ort_accel.capture.refusals import refuse_forbidden, refuse_moved
 from ort_accel.capture.skipping import Skipping, SkippingPolicy, Smaller, hints, tables_of
@@ -34,6 +34,7 @@ from ort_accel.reporting import Report
 from ort_accel.rewrite.pipeline import NothingToSkip, propose
 from ort_accel.runtime.cache import ModelCache
 from ort_accel.runtime.flavor import Flavor
+from ort_accel.runtime.place import CPU
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import ModelFolder, Sessions
 
@@ -42,7 +43,7 @@ class Backend:
     """Compiles the graphs of one model. Dynamo calls it once for each graph and set of shapes."""
 
     def __init__(
-        self, config: Config, report: Report, device: torch.device = CPU, parameters_stay: bool = True
+        self, config: Config, report: Report, device: torch.device = CPU.device, parameters_stay: bool = True
     ) -> None:
         """`device` is the model's. `parameters_stay` says that the memory of parameters is in place from step to step,
         and may be held."""
@@ -201,7 +202,7 @@ FIXED_SIZES = (
 _REGISTERED: dict[tuple[str, torch.device], Backend] = {}
 
 
-def registered(config: Config, device: torch.device = CPU) -> Backend:
+def registered(config: Config, device: torch.device = CPU.device) -> Backend:
     """The one backend of `torch.compile` with this configuration on a device; its report covers all such models."""
     key = (config.to_yaml(), device)
     if key not in _REGISTERED:
@@ -211,4 +212,4 @@ def registered(config: Config, device: torch.device = CPU) -> Backend:
 
 def _device_in(inputs: Sequence[Any]) -> torch.device:
     """The CUDA device that a graph works on, or the CPU."""
-    return next((item.device for item in inputs if isinstance(item, torch.Tensor) and item.is_cuda), CPU)
+    return next((item.device for item in inputs if isinstance(item, torch.Tensor) and item.is_cuda), CPU.device)

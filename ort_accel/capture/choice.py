@@ -12,7 +12,7 @@ from ort_accel.lowering.tune.choose import Tuner
 from ort_accel.observe.logs import severity
 from ort_accel.reporting import Report
 from ort_accel.runtime.flavor import Flavor, installed_runtime
-from ort_accel.runtime.place import Place
+from ort_accel.runtime.place import CPU, Place
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.tuning import Results, Stopwatch, context_of
 
@@ -36,7 +36,7 @@ def chosen_runtime(config: Config) -> Flavor:
     return runtime
 
 
-def session_settings(config: Config, place: Place | None = None) -> SessionSettings:
+def session_settings(config: Config, place: Place = CPU) -> SessionSettings:
     """How sessions run."""
     engine = config.engine
     threads = torch.get_num_threads() if engine.threads == "auto" else engine.threads
@@ -47,7 +47,7 @@ def session_settings(config: Config, place: Place | None = None) -> SessionSetti
         optimize=config.compute.fusions is not False,
         deterministic=deterministic,
         log_severity=severity(config.observe.log_level),
-        place=place or Place(),
+        place=place,
     )
 
 
@@ -71,11 +71,5 @@ def tuner(config: Config, runtime: Flavor, settings: SessionSettings, report: Re
     path = folder / TUNING_FILE if wish.results is None and folder is not None else wish.results
     limit = wish.max_duration_ms / 1e3 if wish.max_duration_ms else math.inf
     results = Results(path, context_of(runtime, settings), report)
-    return Tuner(
-        opset(config, runtime),
-        settings,
-        Stopwatch(limit, settle=settings.place.settle),
-        results,
-        report,
-        settings.deterministic,
-    )
+    stopwatch = Stopwatch(limit, settle=settings.place.settle)
+    return Tuner(opset(config, runtime), settings, stopwatch, results, report, settings.deterministic)

@@ -23,9 +23,7 @@ def record_cuda(config: Config, place: Place, report: Report) -> None:
     else:
         report.off("engine.provider_options", "not asked for")
     if place.is_cuda:
-        report.applied(
-            "compute.conv_algorithm", f"cuDNN chooses convolution kernels by {config.compute.conv_algorithm}"
-        )
+        report.applied("compute.conv_algorithm", f"cuDNN searches for kernels: {config.compute.conv_algorithm}")
     else:
         report.off("compute.conv_algorithm", ON_CPU)
     _record_allocator(config, place, report)

@@ -1,6 +1,8 @@
-"""Which device a model runs on, with which execution provider and whose memory: by the model, the keys and what is there."""
+"""Which device a model runs on, with which execution provider and whose memory."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import device, nn
 
@@ -8,16 +10,14 @@ from ort_accel.config import Config
 from ort_accel.errors import ConfigError, OrtAccelError, Problem
 from ort_accel.runtime import cuda
 from ort_accel.runtime.flavor import Flavor, provider_refusal
-from ort_accel.runtime.place import Place
-
-CPU = device("cpu")
+from ort_accel.runtime.place import CPU, Place
 
 ALLOCATOR = "memory.external_allocator"
 
 POOL_OPTIONS = {"gpu_mem_limit", "arena_extend_strategy"}
 """Options of ONNX Runtime's own pool of memory."""
 
-CUDA_WISHES = {
+CUDA_WISHES: dict[str, Callable[[Config], bool]] = {
     "compute.conv_algorithm": lambda config: config.compute.conv_algorithm == "exhaustive",
     ALLOCATOR: lambda config: config.memory.external_allocator is True,
 }
@@ -32,12 +32,10 @@ def device_of(model: nn.Module) -> device:
         raise OrtAccelError("the model is on mps, where no ONNX Runtime trains; move it to the CPU: model.to('cpu')")
     if not set(kinds) <= {"cpu", "cuda"}:
         raise OrtAccelError(f"the model is on {', '.join(kinds)}; ort_accel runs models on the CPU and on CUDA devices")
-    if len(found) > 1:
-        listed = ", ".join(sorted(map(str, found)))
-        raise OrtAccelError(
-            f"the model is spread over {listed}; move it to one device: model.to('{min(map(str, found))}')"
-        )
-    return found.pop() if found else CPU
+    names = sorted(map(str, found))
+    if len(names) > 1:
+        raise OrtAccelError(f"the model is on {', '.join(names)}; move it to one device: model.to('{names[0]}')")
+    return found.pop() if found else CPU.device
 
 
 def place_for(config: Config, runtime: Flavor, where: device) -> Place:
@@ -49,7 +47,7 @@ def place_for(config: Config, runtime: Flavor, where: device) -> Place:
         )
     if where.type == "cpu":
         _refuse_on_cpu(config)
-        return Place()
+        return CPU
     place = Place("cuda", where.index or 0, _options(config))
     _refuse_without_cuda(runtime, place)
     return Place(place.kind, place.index, place.options, _shares_memory(config, place))

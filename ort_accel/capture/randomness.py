@@ -73,7 +73,7 @@ def _draw(graph: fx.Graph, operand: fx.Node, node: fx.Node, keep: float) -> fx.N
 
 
 def _blank(graph: fx.Graph, operand: fx.Node, sizes: list[Any], like: torch.Tensor) -> fx.Node:
-    how = {"dtype": like.dtype, "device": like.device}
+    how: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
     blank = graph.call_function(aten.empty.memory_format, (sizes,), how)
     blank.meta = {"val": like} | _tag(operand)
     return blank
@@ -96,7 +96,7 @@ def _by_dropout(
     drawn: torch.Tensor,
     keep: float,  # noqa: ARG001
 ) -> fx.Node:
-    """A CUDA device draws within its kernel for dropout, by places in memory and the operand's type, not its numbers."""
+    """A CUDA device draws within its kernel for dropout: by places in memory and the type, not by numbers."""
     like = drawn.to(operand.meta["val"].dtype)
     dropout = graph.call_function(
         aten.native_dropout.default, (_blank(graph, operand, sizes, like), node.args[1], True)

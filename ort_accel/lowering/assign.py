@@ -16,7 +16,7 @@ from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.lowering.sizes import expression
 from ort_accel.lowering.slower import slower
 from ort_accel.reporting import Reason
-from ort_accel.runtime.place import Place
+from ort_accel.runtime.place import CPU, Place
 from ort_accel.runtime.session import Session, SessionSettings
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ class Assigner:
     unwanted: frozenset[str] = frozenset()
     for_speed: bool = True
     """Leave to PyTorch what it was measured to run faster."""
-    place: Place = Place()
+    place: Place = CPU
     """Where ONNX Runtime computes; a node with a tensor elsewhere is PyTorch's."""
     _tried: dict[Any, Refusal | None] = field(default_factory=dict)
 
@@ -73,16 +73,21 @@ class Assigner:
             return Refusal(Reason.DATA_DEPENDENT)
         if target not in lowerings():
             return Refusal(Reason.UNSUPPORTED_OP)
+        if refusal := self._refused_tensor(node):
+            return refusal
+        if any(0 in map(expression, tensor.shape) for tensor in fakes_in(node.meta["val"])):
+            return Refusal(Reason.SMALL, "an empty tensor, for which some kernels give no result")
+        figures = slower(node) if self.for_speed and not self.place.is_cuda else None
+        return Refusal(Reason.SLOWER, figures) if figures else self._trial(node)
+
+    def _refused_tensor(self, node: fx.Node) -> Refusal | None:
         inputs = [argument.meta.get("val") for argument in node.all_input_nodes]
         for tensor in fakes_in(inputs) + fakes_in(node.meta["val"]):
             if tensor.dtype not in DTYPES:
                 return Refusal(Reason.UNSUPPORTED_DTYPE, str(tensor.dtype))
             if tensor.device.type != self.place.kind:
                 return Refusal(Reason.ELSEWHERE, f"a tensor on {tensor.device}")
-        if any(0 in map(expression, tensor.shape) for tensor in fakes_in(node.meta["val"])):
-            return Refusal(Reason.SMALL, "an empty tensor, for which some kernels give no result")
-        figures = slower(node) if self.for_speed and not self.place.is_cuda else None
-        return Refusal(Reason.SLOWER, figures) if figures else self._trial(node)
+        return None
 
     def _trial(self, node: fx.Node) -> Refusal | None:
         key = (node.target, str(operands(node, lambda item: _kind(item.meta["val"]))), str(_kinds(node.meta["val"])))

@@ -1,7 +1,7 @@
 """ONNX Runtime on a CUDA device beside PyTorch: the same stream, and, where that is wanted, the same memory.
 
-On one stream the work of both is done in the order in which it was asked for, so neither waits on the host. ONNX Runtime
-1.19 and 1.31 take either a stream or an allocator from outside, not both: with an allocator they compute on the device's
+On one stream the work of both is done in the order in which it was asked for, so neither waits on the host. Up to 1.31
+ONNX Runtime takes either a stream or an allocator from outside, not both: with an allocator it computes on the device's
 default stream, which is the one that PyTorch computes on unless a script says otherwise.
 """
 
@@ -78,7 +78,7 @@ def torch_allocator(index: int) -> dict[str, int]:
 
     def alloc(size: int) -> int | None:
         try:
-            return torch.cuda.caching_allocator_alloc(size, device)  # type: ignore[no-any-return, no-untyped-call]
+            return torch.cuda.caching_allocator_alloc(size, device)
         except torch.cuda.OutOfMemoryError:
             return None  # ONNX Runtime then fails in its own way, and PyTorch runs that part
 

@@ -70,3 +70,6 @@ class Place:
 
     def __str__(self) -> str:
         return f"CUDA device {self.index}" if self.is_cuda else "CPU"
+
+
+CPU = Place()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from ort_accel.runtime.cuda import NOT_SYNCHRONIZED, PROVIDER, in_order
 from ort_accel.runtime.imported import native as ort
 from ort_accel.runtime.imported import onnxruntime
 from ort_accel.runtime.openmp import rest_openmp
-from ort_accel.runtime.place import Place
+from ort_accel.runtime.place import CPU, Place
 from ort_accel.runtime.tensors import OrtValue, to_torch
 
 INEXACT = ["MatMulScaleFusion"]
@@ -37,7 +36,7 @@ class SessionSettings:
     deterministic: bool = False
     log_severity: int = field(default=QUIET, repr=False)
     """Left out of the text that names a cached model: it changes nothing in it."""
-    place: Place = Place()
+    place: Place = CPU
     """What sessions compute on."""
     whole: bool = field(default=False, repr=False)
     """On a CUDA device: refuse a model of which the CPU would have to run a part."""
@@ -66,18 +65,28 @@ class SessionSettings:
         return options
 
 
-@cache
 def share_memory_pool(place: Place) -> None:
-    """Register the pool that all sessions allocate from; it grows by what is asked for, not by powers of two."""
-    kind, default = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
-    growth = onnxruntime.OrtArenaCfg({"arena_extend_strategy": 1})
-    if not place.is_cuda:
-        onnxruntime.create_and_register_allocator(onnxruntime.OrtMemoryInfo("Cpu", kind, 0, default), growth)
-    elif not place.torch_memory:
-        memory = onnxruntime.OrtMemoryInfo("Cuda", kind, place.index, default)
-        limit = dict(place.options).get("gpu_mem_limit")
-        growth = onnxruntime.OrtArenaCfg({"arena_extend_strategy": 1} | ({"max_mem": int(limit)} if limit else {}))
-        onnxruntime.create_and_register_allocator_v2(PROVIDER, memory, {"device_id": str(place.index)}, growth)
+    """Register the pools that all sessions allocate from; they grow by what is asked for, not by powers of two."""
+    _share("Cpu", 0)  # on any device: the CPU computes sizes, at the least
+    if place.is_cuda and not place.torch_memory:
+        _share("Cuda", place.index, int(dict(place.options).get("gpu_mem_limit", 0)))
+
+
+_SHARED: set[tuple[str, int]] = set()
+"""The devices with a pool; a second one cannot be registered."""
+
+
+def _share(device: str, index: int, limit: int = 0) -> None:
+    if (device, index) in _SHARED:
+        return
+    _SHARED.add((device, index))
+    arena, default = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
+    memory = onnxruntime.OrtMemoryInfo(device, arena, index, default)
+    growth = onnxruntime.OrtArenaCfg({"arena_extend_strategy": 1} | ({"max_mem": limit} if limit else {}))
+    if device == "Cpu":
+        onnxruntime.create_and_register_allocator(memory, growth)
+    else:
+        onnxruntime.create_and_register_allocator_v2(PROVIDER, memory, {"device_id": str(index)}, growth)
 
 
 def _created(model: bytes, settings: SessionSettings, options: Any, stream: torch.cuda.Stream | None) -> Any:
@@ -109,7 +118,6 @@ class Session:
         optimized_path: Path | None = None,
     ) -> None:
         """With `optimized_path`, the model as ONNX Runtime optimized it is written there."""
-        share_memory_pool(Place())  # for what the CPU computes, sizes at the least
         share_memory_pool(settings.place)
         options = settings.options()
         if optimized_path is not None:
