@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import device, nn
 
 from ort_accel.config import Config
@@ -53,9 +54,17 @@ def place_for(config: Config, runtime: Flavor, where: device) -> Place:
     return Place(place.kind, place.index, place.options, _shares_memory(config, place))
 
 
+def products_are_tf32() -> bool:
+    """Whether PyTorch's products of single precision are rounded to TF32 first, which ONNX Runtime does by default."""
+    return bool(torch.backends.cuda.matmul.allow_tf32)
+
+
 def _options(config: Config) -> tuple[tuple[str, str], ...]:
     """What the provider is told by the configuration, as text."""
-    given = {"cudnn_conv_algo_search": config.compute.conv_algorithm.upper()}
+    given = {
+        "cudnn_conv_algo_search": config.compute.conv_algorithm.upper(),
+        "use_tf32": str(int(products_are_tf32())),  # as exact as PyTorch's products
+    }
     for name, value in config.engine.provider_options.items():
         given[name] = str(int(value) if isinstance(value, bool) else value)
     return tuple(given.items())

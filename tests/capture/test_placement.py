@@ -88,13 +88,18 @@ def test_what_works_on_cuda_only_is_refused_for_a_model_on_the_cpu(section, key,
 def test_a_cuda_model_shares_pytorchs_memory_by_default(runtime):
     place = place_for(config(), runtime, torch.device("cuda", 1))
     assert (place.kind, place.index, place.torch_memory) == ("cuda", 1, True)
-    assert dict(place.options) == {"cudnn_conv_algo_search": "HEURISTIC"}
+    assert dict(place.options) == {"cudnn_conv_algo_search": "HEURISTIC", "use_tf32": "0"}
+
+
+def test_products_are_as_exact_as_pytorchs(runtime, monkeypatch):
+    monkeypatch.setattr(placement, "products_are_tf32", lambda: True)
+    assert dict(place_for(config(), runtime, GPU).options)["use_tf32"] == "1"
 
 
 def test_the_provider_is_told_the_options_of_the_configuration(runtime):
-    given = {"provider": "cuda", "provider_options": {"use_tf32": False, "fuse_conv_bias": 1}}
+    given = {"provider": "cuda", "provider_options": {"use_tf32": True, "fuse_conv_bias": 1}}
     place = place_for(config(engine=given, compute={"conv_algorithm": "exhaustive"}), runtime, GPU)
-    assert dict(place.options) == {"cudnn_conv_algo_search": "EXHAUSTIVE", "use_tf32": "0", "fuse_conv_bias": "1"}
+    assert dict(place.options) == {"cudnn_conv_algo_search": "EXHAUSTIVE", "use_tf32": "1", "fuse_conv_bias": "1"}
 
 
 def test_a_limit_for_onnxruntimes_pool_keeps_that_pool(runtime):
