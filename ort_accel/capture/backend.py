@@ -21,6 +21,7 @@ from ort_accel.capture.randomness import split_dropout
 from ort_accel.capture.refusals import refuse_forbidden, refuse_moved
 from ort_accel.capture.skipping import Skipping, SkippingPolicy, Smaller, hints, tables_of
 from ort_accel.config import Config, load_config
+from ort_accel.lowering.cast_moves import move_casts
 from ort_accel.lowering.casts import propagate_casts
 from ort_accel.lowering.lower_graph import Lowering, lower_graph
 from ort_accel.lowering.program import Program
@@ -145,7 +146,10 @@ class Backend:
         return ModelFolder(engine.save_onnx, engine.onnx_prefix) if engine.save_onnx else None
 
     def _propagate_casts(self, graph: fx.Graph) -> None:
-        if self.config.precision.cast_propagation.level and (count := propagate_casts(graph)):
+        wish = self.config.precision.cast_propagation
+        if wish.level == 2 and (moved := move_casts(graph, wish.allow, wish.strategy)):
+            self.report.counters["operators moved into the smaller type"] += moved
+        if wish.level and (count := propagate_casts(graph)):
             self.report.counters["casts left out"] += count
 
     def _compiler(self, name: str, static: set[str]) -> Callable[..., Program]:

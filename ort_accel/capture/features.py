@@ -15,6 +15,7 @@ from ort_accel.capture.choice import opset
 from ort_accel.capture.cuda_features import NO_TRITON, record_cuda
 from ort_accel.config import Config
 from ort_accel.errors import ConfigError, Problem
+from ort_accel.lowering.cast_moves import MOVABLE
 from ort_accel.reporting import Report
 from ort_accel.runtime.flavor import Flavor
 from ort_accel.runtime.session import SessionSettings
@@ -40,6 +41,8 @@ OBEYED = (
     "engine.custom_autograd",
     "engine.allow_checkpoint",
     "precision.cast_propagation.level",
+    "precision.cast_propagation.strategy",
+    "precision.cast_propagation.allow",
     "compute.fusions",
     "compute.attention",
     "compute.upstream",
@@ -95,20 +98,15 @@ MISSING: dict[str, Any] = {
 }
 """Features that this version does not have, with the value that does without them."""
 
-FIXED = (
-    "precision.cast_propagation.strategy",
-    "precision.cast_propagation.allow",
-    "memory.offload",
-)
+FIXED = ("memory.offload",)
 """Keys that nothing reads in this version, so that only their default is true."""
+
+ONE_CAST = "a tensor is cast into a type once, and not into a wider type and back"
 
 FUSED = (
     "those of ONNX Runtime, the gradient of a cross-entropy in one sweep, and PyTorch's fused attention in single "
     "precision where its 16-bit kernels are slower"
 )
-
-PARTLY: dict[str, tuple[Any, ...]] = {"precision.cast_propagation.level": (0, 1)}
-"""Keys of which only these values are to be had in this version."""
 
 TRITON: dict[str, Callable[[Config], bool]] = {
     "compute.triton.enabled": lambda config: config.compute.triton.enabled is True,
@@ -122,7 +120,8 @@ _DEFAULTS = Config()
 
 def refuse_missing(config: Config) -> None:
     """Raise a `ConfigError` that lists every wish this version cannot obey."""
-    problems = [problem for path in (*MISSING, *FIXED, *PARTLY) if (problem := _problem(config, path)) is not None]
+    problems = [problem for path in (*MISSING, *FIXED) if (problem := _problem(config, path)) is not None]
+    problems += [problem] if (problem := _immovable(config)) is not None else []
     problems += [Problem(path, f"{NO_TRITON}; remove the key") for path, wish in TRITON.items() if wish(config)]
     if problems:
         raise ConfigError(problems)
@@ -163,12 +162,21 @@ def record_features(
 
 def _problem(config: Config, path: str) -> Problem | None:
     value, default = attrgetter(path)(config), attrgetter(path)(_DEFAULTS)
-    if value in (default, MISSING.get(path, default), *PARTLY.get(path, ())):
+    if value in (default, MISSING.get(path, default)):
         return None
     shown = config.to_dict()
     for part in path.split("."):
         shown = shown[part]
     return Problem(path, f"{json.dumps(shown)} is not to be had in this version of ort_accel; remove the key")
+
+
+def _immovable(config: Config) -> Problem | None:
+    """Operators that may not compute in a smaller type."""
+    wrong = [name for name in config.precision.cast_propagation.allow if name not in MOVABLE]
+    if not wrong:
+        return None
+    text = f"{', '.join(wrong)} cannot be moved into the smaller type; allowed are {', '.join(MOVABLE)}"
+    return Problem("precision.cast_propagation.allow", text)
 
 
 def _record_missing(path: str, without: Any, value: Any, report: Report) -> None:
@@ -213,9 +221,11 @@ def _record_skipping(config: Config, report: Report) -> None:
 
 
 def _record_compute(config: Config, report: Report) -> None:
-    casts = "a tensor is cast into a type once, and not into a wider type and back"
-    if config.precision.cast_propagation.level:
-        report.applied("precision.cast_propagation.level", casts)
+    casts = config.precision.cast_propagation
+    if casts.level:
+        moved = f"; {', '.join(casts.allow) or 'copies'} in the smaller type ({casts.strategy})"
+        effect = f"{casts.level}: {ONE_CAST}{moved if casts.level == 2 else ''}"
+        report.applied("precision.cast_propagation.level", effect)
     else:
         report.off("precision.cast_propagation.level", "switched off")
     ways = {
