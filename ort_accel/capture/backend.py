@@ -38,6 +38,7 @@ from ort_accel.runtime.flavor import Flavor
 from ort_accel.runtime.place import CPU
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import ModelFolder, Sessions
+from ort_accel.runtime.weight_copies import WeightCopies
 
 
 class Backend:
@@ -67,6 +68,7 @@ class Backend:
             failed=self.policy.failed,
             fusions=config.compute.fusions is not False,
             tuner=tuner(config, runtime, settings, report),
+            copies=self._copies(),
         )
         self.skipping = SkippingPolicy(config, self.report)
         self.recompute = Recompute(config.memory, report)
@@ -140,6 +142,10 @@ class Backend:
             return None
         context = f"{runtime.distribution} {runtime.version}\ntorch {torch.__version__}\n{settings}"
         return ModelCache(self.config.engine.cache_dir, context, self.report)
+
+    def _copies(self) -> WeightCopies | None:
+        wish = self.config.precision.cache_cast_weights
+        return None if wish is False or not self._parameters_stay else WeightCopies(wish, self.report)
 
     def _folder(self) -> ModelFolder | None:
         engine = self.config.engine

@@ -43,6 +43,7 @@ OBEYED = (
     "precision.cast_propagation.level",
     "precision.cast_propagation.strategy",
     "precision.cast_propagation.allow",
+    "precision.cache_cast_weights",
     "compute.fusions",
     "compute.attention",
     "compute.upstream",
@@ -89,7 +90,6 @@ OBEYED = (
 
 MISSING: dict[str, Any] = {
     "engine.skip_checks": False,
-    "precision.cache_cast_weights": False,
     "compute.loss_in_graph": False,
     "memory.budget": None,
     "memory.early_gradient_release": False,
@@ -228,6 +228,9 @@ def _record_compute(config: Config, report: Report) -> None:
         report.applied("precision.cast_propagation.level", effect)
     else:
         report.off("precision.cast_propagation.level", "switched off")
+    kept = config.precision.cache_cast_weights
+    why = "switched off" if kept is False else "no gradients were accumulated under autocast yet"
+    report.off("precision.cache_cast_weights", why)
     ways = {
         "auto": "as PyTorch chooses: a fused kernel, which PyTorch runs, or matrix products, which ONNX Runtime runs",
         "products": "matrix products and a softmax, which ONNX Runtime runs",

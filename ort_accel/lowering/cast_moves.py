@@ -135,8 +135,8 @@ class _Mover:
             return same_views(self._graph, *found)
         with self._graph.inserting_before(reader):
             cast = self._graph.call_function(CAST, (item,), {"dtype": self._narrow})
-        tag = {name: reader.meta[name] for name in ("partitioner_tag", "stack_trace") if name in reader.meta}
-        cast.meta = {**tag, "val": item.meta["val"].to(self._narrow)}
+        cast.meta = {name: reader.meta[name] for name in ("partitioner_tag", "stack_trace") if name in reader.meta}
+        cast.meta["val"] = item.meta["val"].to(self._narrow)
         return cast
 
 

@@ -17,7 +17,6 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 UNUSUAL = {
     "engine.skip_checks": True,
-    "precision.cache_cast_weights": True,
     "compute.loss_in_graph": True,
     "memory.budget": 0.5,
     "memory.early_gradient_release": True,

@@ -10,10 +10,12 @@ from ort_accel.config.values import FilePath, Section, Switch
 
 
 class Triton(Section):
-    """Generated kernels for element-wise and reduction parts (cuda only)."""
+    """Generated kernels for element-wise and reduction parts (cuda only). There is no generator yet: a file that asks
+    for them is refused."""
 
     enabled: Switch = "auto"
-    """Whether Triton kernels are generated. `auto` does so on cuda when the `triton` package is there."""
+    """Whether Triton kernels are generated. `auto` and `false` leave those parts to ONNX Runtime's own kernels; `true`
+    is an error until there is a generator."""
 
     ops_file: FilePath | None = None
     """A JSON file that lists the ONNX operators to generate kernels for, with versions and conditions. `null` takes all
@@ -56,7 +58,7 @@ class Compute(Section):
 
     conv_algorithm: Literal["default", "heuristic", "exhaustive"] = "heuristic"
     """How cuDNN picks convolution kernels (cuda only): `exhaustive` tries all on the first step, for vision models that
-    train long."""
+    train long. It is an error for a model on the CPU."""
 
     loss_only: Switch = "auto"
     """In training, compute the loss without keeping the logits when nobody reads them. `auto` finds out; `true`
