@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from ort_accel.capture.activation import CompiledCall, ModelCall
+from ort_accel.capture.activation import CompiledCall, ModelCall, OutsideLoss
 from ort_accel.capture.backend import Backend
 from ort_accel.capture.layers import LayeredCall
 from ort_accel.capture.placement import device_of
@@ -125,6 +126,12 @@ def report_file_of(model: nn.Module) -> ReportFile | None:
     """The file that `observe.report_file` names for an accelerated model; None for any other model."""
     call = _call_of(model)
     return None if call is None else call.backend.report_file
+
+
+def together_with(model: nn.Module, loss: OutsideLoss) -> AbstractContextManager[None]:
+    """While this is entered, the next call of an accelerated model computes this loss with it, where that can be."""
+    call = _call_of(model)
+    return nullcontext() if call is None else call.together_with(loss)
 
 
 def inspector_of(model: nn.Module) -> DensityInspector | None:

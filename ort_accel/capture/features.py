@@ -48,6 +48,7 @@ OBEYED = (
     "compute.attention",
     "compute.upstream",
     "compute.loss_only",
+    "compute.loss_in_graph",
     "compute.conv_algorithm",
     "compute.triton.enabled",
     "compute.triton.ops_file",
@@ -90,7 +91,6 @@ OBEYED = (
 
 MISSING: dict[str, Any] = {
     "engine.skip_checks": False,
-    "compute.loss_in_graph": False,
     "memory.budget": None,
     "memory.early_gradient_release": False,
     "optimizer.step_in_backward": False,
@@ -263,6 +263,8 @@ def _record_trainers(config: Config, report: Report) -> None:
         report.refused("distributed.load_balancing.enabled", how)
     else:
         report.off("distributed.load_balancing.enabled", "not asked for")
+    why = "switched off" if config.compute.loss_in_graph is False else "no loss outside of the model was seen yet"
+    report.off("compute.loss_in_graph", why)
     if config.observe.activation_statistics is not None:
         how = "a Trainer does it; in a loop of your own use ort_accel.subscribers.StatisticsSubscriber"
         report.refused("observe.activation_statistics", how)

@@ -65,8 +65,9 @@ class Compute(Section):
     refuses a training set-up that reads them, `false` always makes them."""
 
     loss_in_graph: Switch = "auto"
-    """Compile a loss that is computed outside of the model (label smoothing, `compute_loss_func`) together with it.
-    `auto` does so when the Trainer owns that loss."""
+    """In training, compile a loss that a Trainer computes from the model's outputs (label smoothing,
+    `compute_loss_func`) together with the model, so that rows without a label need not be computed. `auto` does so
+    where nothing speaks against it, `true` makes that an error. A loss in an overridden `compute_loss` stays outside."""
 
     triton: Triton = Triton()
     """Generated kernels for element-wise and reduction parts (cuda only)."""
