@@ -122,6 +122,6 @@ def _refuse(model: nn.Module, reason: str, is_wanted: bool) -> None:
 def _compilable(trainer: Trainer, inner: nn.Module, present: Any) -> Callable[..., Tensor]:
     if trainer.compute_loss_func is not None:
         return GivenLoss(present)
-    base = inner.base_model.model if hasattr(inner, "peft_config") else inner
+    base: Any = inner.base_model.model if hasattr(inner, "peft_config") else inner  # type: ignore[union-attr]
     shifted = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return SmoothedLoss(present.epsilon, present.ignore_index, shifted)

@@ -17,7 +17,6 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 UNUSUAL = {
     "engine.skip_checks": True,
-    "compute.loss_in_graph": True,
     "memory.budget": 0.5,
     "memory.early_gradient_release": True,
     "observe.memory_stats": True,
@@ -79,12 +78,6 @@ def test_doing_without_what_is_missing_is_obeyed(path):
     found = features(**nested((path, MISSING[path])))
     assert found[path].state is State.OFF
     assert found[path].reason == ("not asked for" if default == MISSING[path] else "switched off")
-
-
-def test_what_the_default_would_have_on_is_refused_and_what_it_leaves_open_is_off():
-    found = features()
-    assert found["compute.loss_in_graph"].state is State.OFF
-    assert found["compute.loss_in_graph"].reason == "not in this version"
 
 
 def test_what_is_obeyed_says_what_it_does(tmp_path):

@@ -67,7 +67,7 @@ class Compute(Section):
     loss_in_graph: Switch = "auto"
     """In training, compile a loss that a Trainer computes from the model's outputs (label smoothing,
     `compute_loss_func`) together with the model, so that rows without a label need not be computed. `auto` does so
-    where nothing speaks against it, `true` makes that an error. A loss in an overridden `compute_loss` stays outside."""
+    where nothing speaks against it, `true` makes that an error. An overridden `compute_loss` stays outside."""
 
     triton: Triton = Triton()
     """Generated kernels for element-wise and reduction parts (cuda only)."""
