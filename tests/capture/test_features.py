@@ -84,9 +84,8 @@ def test_doing_without_what_is_missing_is_obeyed(path):
     assert found[path].reason == ("not asked for" if default == MISSING[path] else "switched off")
 
 
-def test_what_the_default_would_have_on_is_refused_and_what_it_leaves_open_is_off():
+def test_what_the_default_leaves_open_is_off():
     found = features()
-    assert found["precision.cast_propagation.level"].state is State.REFUSED
     assert found["compute.loss_in_graph"].state is State.OFF
     assert found["compute.loss_in_graph"].reason == "not in this version"
 
