@@ -13,6 +13,7 @@ from torch._prims_common import compute_elementwise_output_logical_to_physical_p
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._sympy.printers import PythonPrinter
 
+from ort_accel.lowering.draws import kept
 from ort_accel.lowering.nodes import is_part, is_random
 from ort_accel.lowering.row_operators import own
 from ort_accel.lowering.sizes import expression
@@ -218,9 +219,9 @@ class Packing(fx.Interpreter):
         if training and probability > 0:
             mask = self._mask(value_of(given), 1 - probability)
             if rows and some:
-                kept = self._pack(mask, some.dims, rows)
+                here = self._pack(mask, some.dims, rows)
                 scale = 1 / (1 - probability) if probability < 1 else 0.0
-                value = value * (kept.to(value.dtype) * scale)
+                value = aten.native_dropout_backward(value, here, scale)
         return Packed(value, some.dims, rows) if rows and some else None
 
     def _mask(self, operand: Tensor, keep: float) -> Tensor:
@@ -230,8 +231,7 @@ class Packing(fx.Interpreter):
         sizes = [self.size(expression(operand.shape[dim])) for dim in order]
         if keep == 0:
             return torch.zeros([sizes[order.index(dim)] for dim in range(operand.ndim)], dtype=torch.bool)
-        blank = torch.empty(sizes, dtype=torch.bool)
-        drawn = aten.bernoulli.p(blank, keep)
+        drawn = kept(sizes, keep, operand.device)
         return drawn.permute([order.index(dim) for dim in range(len(order))])
 
     def _attend(self, attention: Attention, queries: RowSet) -> Tensor:
