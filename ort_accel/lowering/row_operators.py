@@ -52,12 +52,11 @@ def _attention(
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     out = query.new_zeros((*query.shape[:2], value.shape[2]))
-    logsumexp = torch.zeros(query.shape[:2], dtype=torch.float32)
+    logsumexp = query.new_zeros(query.shape[:2], dtype=_wide(query))
+    forward = _KERNELS[query.device.type][0]
     for sequence, how in _sequences(spans, query_rows, key_rows, mask, query.dtype):
         q, k = slice(*sequence[:2]), slice(*sequence[2:])
-        part, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            _heads_first(query[q]), _heads_first(key[k]), _heads_first(value[k]), scale=scale, **how
-        )
+        part, lse = forward(_heads_first(query[q]), _heads_first(key[k]), _heads_first(value[k]), scale=scale, **how)
         out[q] = part[0].transpose(0, 1)
         logsumexp[q] = lse[0].transpose(0, 1)
     return out, logsumexp
@@ -76,10 +75,11 @@ def _attention_backward(
     mask: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = tuple(torch.zeros(item.shape, dtype=item.dtype) for item in (query, key, value))
+    grads = tuple(item.new_zeros(item.shape) for item in (query, key, value))
+    backward = _KERNELS[query.device.type][1]
     for sequence, how in _sequences(spans, query_rows, key_rows, mask, query.dtype):
         q, k = slice(*sequence[:2]), slice(*sequence[2:])
-        parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        parts = backward(
             *(_heads_first(item) for item in (grad[q], query[q], key[k], value[k], out[q])),
             logsumexp[q].transpose(0, 1).unsqueeze(0),
             0.0,
@@ -89,6 +89,63 @@ def _attention_backward(
         for whole, where, part in zip(grads, (q, k, k), parts, strict=True):
             whole[where] = part[0].transpose(0, 1)
     return grads  # type: ignore[return-value]
+
+
+def _by_products(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, attn_mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention as products, with the logarithm of each row's sum; both add up in single precision at the least."""
+    scores = _scores(query, key, is_causal=is_causal, mask=attn_mask, scale=scale)
+    logsumexp = scores.logsumexp(-1)
+    return ((scores - logsumexp[..., None]).exp() @ value.to(scores.dtype)).to(query.dtype), logsumexp
+
+
+def _by_products_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    _: float,
+    *,
+    is_causal: bool,
+    attn_mask: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    scores = _scores(query, key, is_causal=is_causal, mask=attn_mask, scale=scale)
+    weights, slope = (scores - logsumexp[..., None]).exp(), grad.to(scores.dtype)
+    change = slope @ value.to(scores.dtype).mT - (slope * out).sum(-1, keepdim=True)
+    change = weights * change * _scale(query, scale)
+    of_query, of_key = change @ key.to(scores.dtype), change.mT @ query.to(scores.dtype)
+    return of_query.to(query.dtype), of_key.to(key.dtype), (weights.mT @ slope).to(value.dtype)
+
+
+def _scores(query: Tensor, key: Tensor, *, is_causal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
+    wide = _wide(query)
+    scores = query.to(wide) @ key.to(wide).mT * _scale(query, scale)
+    if is_causal:
+        return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return scores if mask is None else scores + mask
+
+
+def _wide(query: Tensor) -> torch.dtype:
+    """The type that sums are made in."""
+    return torch.promote_types(query.dtype, torch.float32)
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scale is None else scale
+
+
+_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "cpu": (
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    ),
+    "cuda": (_by_products, _by_products_backward),
+}
+"""Attention of one sequence, and its gradient, by the kind of device."""
 
 
 def _heads_first(rows: Tensor) -> Tensor:
@@ -113,7 +170,7 @@ def _mask_of(mask: Tensor, number: int, query_rows: Tensor, key_rows: Tensor, dt
         part = part.index_select(1, query_rows % part.shape[1])
     part = part.index_select(2, key_rows % part.shape[2]).unsqueeze(0)
     if part.dtype == torch.bool:
-        return torch.zeros(part.shape, dtype=dtype).masked_fill_(~part, -torch.inf)
+        return part.new_zeros(part.shape, dtype=dtype).masked_fill_(~part, -torch.inf)
     return part.to(dtype)
 
 
@@ -123,7 +180,8 @@ for _name, _kernel in {
     "scaled_dot_product_of_rows": _attention,
     "scaled_dot_product_of_rows_backward": _attention_backward,
 }.items():
-    LIBRARY.impl(_name, _kernel, "CPU")
+    for _device in ("CPU", "CUDA"):
+        LIBRARY.impl(_name, _kernel, _device)
 
 
 def _described(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -144,7 +202,7 @@ def _(source: Tensor, rows: Tensor, places: Tensor, count: int) -> Tensor:
 @_described("ort_accel::scaled_dot_product_of_rows")
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     out = query.new_empty((*query.shape[:2], value.shape[2]))
-    return out, query.new_empty(query.shape[:2], dtype=torch.float32)
+    return out, query.new_empty(query.shape[:2], dtype=_wide(query))
 
 
 @_described("ort_accel::scaled_dot_product_of_rows_backward")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +71,12 @@ class Front:
 
     @torch.no_grad()
     def __call__(self, inputs: Sequence[Any], with_tables: bool = True) -> Batch:
-        """Look at a batch; without tables, only at how much of it counts."""
+        """Look at a batch, on the device that it is on; without tables, only at how much of it counts."""
+        device = next((item.device for item in inputs if isinstance(item, Tensor) and item.is_cuda), None)
+        with device or nullcontext():
+            return self._look(inputs, with_tables)
+
+    def _look(self, inputs: Sequence[Any], with_tables: bool) -> Batch:
         values: dict[str, int] = {}
         self._symbols.read(list(inputs), values)
         found = self._module(*inputs)
