@@ -2,11 +2,16 @@
 
 `rows_of` takes rows and `rows_into` puts them back; each is the gradient of the other. `rows` lists the places of the
 rows, in order and without repetition, and `places` is its inverse: for every place its number among the rows, or -1.
+
+`scaled_dot_product_of_rows` is attention over [rows, heads, width]. Each row of `spans` is a sequence: where its
+queries begin and end, where its keys do, and how these attend to those. `mask` and `kept`, which is what a dropout that
+keeps each weight with probability `keep` has kept, stand for all pairs of places, and are read where there are rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +24,12 @@ LIBRARY.define("rows_of(Tensor source, Tensor rows, Tensor places) -> Tensor")
 LIBRARY.define("rows_into(Tensor source, Tensor rows, Tensor places, SymInt count) -> Tensor")
 LIBRARY.define(
     "scaled_dot_product_of_rows(Tensor query, Tensor key, Tensor value, Tensor spans, Tensor query_rows, "
-    "Tensor key_rows, Tensor? mask, float? scale) -> (Tensor, Tensor)"
+    "Tensor key_rows, Tensor? mask, Tensor? kept, float keep, float? scale) -> (Tensor, Tensor)"
 )
 LIBRARY.define(
     "scaled_dot_product_of_rows_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor logsumexp, Tensor spans, Tensor query_rows, Tensor key_rows, Tensor? mask, float? scale) "
+    "Tensor logsumexp, Tensor spans, Tensor query_rows, Tensor key_rows, Tensor? mask, Tensor? kept, float keep, "
+    "float? scale) "
     "-> (Tensor, Tensor, Tensor)"
 )
 
@@ -49,13 +55,16 @@ def _attention(
     query_rows: Tensor,
     key_rows: Tensor,
     mask: Tensor | None,
+    kept: Tensor | None,
+    keep: float,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     out = query.new_zeros((*query.shape[:2], value.shape[2]))
     logsumexp = query.new_zeros(query.shape[:2], dtype=_wide(query))
-    forward = _KERNELS[query.device.type][0]
-    for sequence, how in _sequences(spans, query_rows, key_rows, mask, query.dtype):
-        q, k = slice(*sequence[:2]), slice(*sequence[2:])
+    forward = (_PRODUCTS if kept is not None else _KERNELS[query.device.type])[0]
+    pairs = _Pairs(query_rows, key_rows, mask, kept, keep, query.dtype)
+    for number, q, k, kind in _sequences(spans):
+        how = pairs.of(number, q, k, kind)
         part, lse = forward(_heads_first(query[q]), _heads_first(key[k]), _heads_first(value[k]), scale=scale, **how)
         out[q] = part[0].transpose(0, 1)
         logsumexp[q] = lse[0].transpose(0, 1)
@@ -73,31 +82,52 @@ def _attention_backward(
     query_rows: Tensor,
     key_rows: Tensor,
     mask: Tensor | None,
+    kept: Tensor | None,
+    keep: float,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = tuple(item.new_zeros(item.shape) for item in (query, key, value))
-    backward = _KERNELS[query.device.type][1]
-    for sequence, how in _sequences(spans, query_rows, key_rows, mask, query.dtype):
-        q, k = slice(*sequence[:2]), slice(*sequence[2:])
+    backward = (_PRODUCTS if kept is not None else _KERNELS[query.device.type])[1]
+    pairs = _Pairs(query_rows, key_rows, mask, kept, keep, query.dtype)
+    for number, q, k, kind in _sequences(spans):
         parts = backward(
             *(_heads_first(item) for item in (grad[q], query[q], key[k], value[k], out[q])),
             logsumexp[q].transpose(0, 1).unsqueeze(0),
             0.0,
             scale=scale,
-            **how,
+            **pairs.of(number, q, k, kind),
         )
         for whole, where, part in zip(grads, (q, k, k), parts, strict=True):
             whole[where] = part[0].transpose(0, 1)
     return grads  # type: ignore[return-value]
 
 
+@dataclass(frozen=True)
+class _Dropout:
+    """What a dropout keeps of the weights of attention."""
+
+    kept: Tensor
+    keep: float
+
+    def __call__(self, weights: Tensor) -> Tensor:
+        return weights.masked_fill(~self.kept, 0.0).mul_(1 / self.keep if self.keep else 0.0)
+
+
 def _by_products(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, attn_mask: Tensor | None, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    attn_mask: Tensor | None,
+    scale: float | None,
+    dropout: Callable[[Tensor], Tensor] = lambda weights: weights,
 ) -> tuple[Tensor, Tensor]:
     """Attention as products, with the logarithm of each row's sum; both add up in single precision at the least."""
     scores = _scores(query, key, is_causal=is_causal, mask=attn_mask, scale=scale)
     logsumexp = scores.logsumexp(-1)
-    return ((scores - logsumexp[..., None]).exp() @ value.to(scores.dtype)).to(query.dtype), logsumexp
+    weights = dropout((scores - logsumexp[..., None]).exp())
+    return (weights @ value.to(scores.dtype)).to(query.dtype), logsumexp
 
 
 def _by_products_backward(
@@ -112,13 +142,15 @@ def _by_products_backward(
     is_causal: bool,
     attn_mask: Tensor | None,
     scale: float | None,
+    dropout: Callable[[Tensor], Tensor] = lambda weights: weights,
 ) -> tuple[Tensor, Tensor, Tensor]:
     scores = _scores(query, key, is_causal=is_causal, mask=attn_mask, scale=scale)
     weights, slope = (scores - logsumexp[..., None]).exp(), grad.to(scores.dtype)
-    change = slope @ value.to(scores.dtype).mT - (slope * out).sum(-1, keepdim=True)
+    change = dropout(slope @ value.to(scores.dtype).mT) - (slope * out).sum(-1, keepdim=True)
     change = weights * change * _scale(query, scale)
     of_query, of_key = change @ key.to(scores.dtype), change.mT @ query.to(scores.dtype)
-    return of_query.to(query.dtype), of_key.to(key.dtype), (weights.mT @ slope).to(value.dtype)
+    of_value = dropout(weights).mT @ slope
+    return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
 
 def _scores(query: Tensor, key: Tensor, *, is_causal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -138,40 +170,73 @@ def _scale(query: Tensor, scale: float | None) -> float:
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
-_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+_PRODUCTS: tuple[Callable[..., Any], Callable[..., Any]] = _by_products, _by_products_backward
+
+_KERNELS = {
     "cpu": (
         aten._scaled_dot_product_flash_attention_for_cpu,
         aten._scaled_dot_product_flash_attention_for_cpu_backward,
     ),
-    "cuda": (_by_products, _by_products_backward),
+    "cuda": _PRODUCTS,
 }
-"""Attention of one sequence, and its gradient, by the kind of device."""
+"""Attention of one sequence, and its gradient, by the kind of device, without dropout."""
 
 
 def _heads_first(rows: Tensor) -> Tensor:
     return rows.transpose(0, 1).unsqueeze(0)
 
 
-def _sequences(spans: Tensor, query_rows: Tensor, key_rows: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Any:
-    """The spans of queries and keys of each sequence, and how it attends."""
-    for number, (*sequence, kind) in enumerate(spans.tolist()):
-        if sequence[0] == sequence[1] or sequence[2] == sequence[3]:
-            continue
-        own_mask = None
+def _sequences(spans: Tensor) -> Iterator[tuple[int, slice, slice, int]]:
+    """Each sequence's number, its rows among those of the queries and of the keys, and how it attends."""
+    for number, (first_query, end_query, first_key, end_key, kind) in enumerate(spans.tolist()):
+        if first_query < end_query and first_key < end_key:
+            yield number, slice(first_query, end_query), slice(first_key, end_key), kind
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """What is known of each pair of a query and a key, of which a sequence needs some."""
+
+    query_rows: Tensor
+    key_rows: Tensor
+    mask: Tensor | None
+    kept: Tensor | None
+    keep: float
+    dtype: torch.dtype
+
+    def of(self, number: int, queries: slice, keys: slice, kind: int) -> dict[str, Any]:
+        """The arguments of attention for one sequence."""
+        rows = self.query_rows[queries], self.key_rows[keys]
+        how: dict[str, Any] = {"is_causal": kind == CAUSAL, "attn_mask": None}
         if kind == MASKED:
-            assert mask is not None
-            own_mask = _mask_of(mask, number, query_rows[slice(*sequence[:2])], key_rows[slice(*sequence[2:])], dtype)
-        yield sequence, {"is_causal": kind == CAUSAL, "attn_mask": own_mask}
+            assert self.mask is not None
+            how["attn_mask"] = _added(_part(self.mask, number, *rows), self.dtype)
+        if self.kept is not None:
+            how["dropout"] = _Dropout(_part(self.kept, number, *rows), self.keep)
+        return how
 
 
-def _mask_of(mask: Tensor, number: int, query_rows: Tensor, key_rows: Tensor, dtype: torch.dtype) -> Tensor:
-    part = mask[number if mask.shape[0] > 1 else 0]
+def _part(pairs: Tensor, number: int, query_rows: Tensor, key_rows: Tensor) -> Tensor:
+    """What [batch, heads, queries, keys] has for one sequence; each but the last size may be 1."""
+    part = pairs[number if pairs.shape[0] > 1 else 0]
     if part.shape[1] > 1:
-        part = part.index_select(1, query_rows % part.shape[1])
-    part = part.index_select(2, key_rows % part.shape[2]).unsqueeze(0)
-    if part.dtype == torch.bool:
-        return part.new_zeros(part.shape, dtype=dtype).masked_fill_(~part, -torch.inf)
-    return part.to(dtype)
+        part = _chosen(part, 1, query_rows % part.shape[1])
+    return _chosen(part, 2, key_rows % part.shape[2]).unsqueeze(0)
+
+
+def _chosen(part: Tensor, dim: int, places: Tensor) -> Tensor:
+    """Without a copy where the places follow each other, as they do unless padding stands between tokens."""
+    first, last = int(places[0]), int(places[-1])
+    if last - first + 1 == len(places):
+        return part.narrow(dim, first, len(places))
+    return part.index_select(dim, places)
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to scores."""
+    if mask.dtype == torch.bool:
+        return mask.new_zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    return mask.to(dtype)
 
 
 for _name, _kernel in {
@@ -230,15 +295,15 @@ register_autograd(
 
 
 def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    query, key, value, spans, query_rows, key_rows, mask, scale = inputs
-    ctx.save_for_backward(query, key, value, *output, spans, query_rows, key_rows, mask)
-    ctx.scale = scale
+    *tensors, keep, scale = inputs
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+    ctx.numbers = keep, scale
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate_attention(context: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-    grads = own.scaled_dot_product_of_rows_backward(grad, *context.saved_tensors, context.scale)
-    return (*grads, None, None, None, None, None)
+    grads = own.scaled_dot_product_of_rows_backward(grad, *context.saved_tensors, *context.numbers)
+    return (*grads, *[None] * 7)
 
 
 register_autograd("ort_accel::scaled_dot_product_of_rows", _differentiate_attention, setup_context=_keep_attention)

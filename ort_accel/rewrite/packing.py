@@ -229,10 +229,12 @@ class Packing(fx.Interpreter):
         with disable_proxy_modes_tracing():  # the operand belongs to another trace
             order = compute_elementwise_output_logical_to_physical_perm(operand)[0]
         sizes = [self.size(expression(operand.shape[dim])) for dim in order]
-        if keep == 0:
-            return torch.zeros([sizes[order.index(dim)] for dim in range(operand.ndim)], dtype=torch.bool)
-        drawn = kept(sizes, keep, operand.device)
+        drawn = self._drawn(sizes, keep, operand.device)
         return drawn.permute([order.index(dim) for dim in range(len(order))])
+
+    def _drawn(self, sizes: Sequence[Any], keep: float, device: torch.device) -> Tensor:
+        """Nothing is drawn where nothing is kept."""
+        return kept(sizes, keep, device) if keep else torch.zeros(sizes, dtype=torch.bool, device=device)
 
     def _attend(self, attention: Attention, queries: RowSet) -> Tensor:
         keys = self._plan.core_of(attention)
@@ -243,8 +245,15 @@ class Packing(fx.Interpreter):
         query = self.packed(attention.query, (0, 2), queries)
         key, value = (self.packed(item, (0, 2), keys) for item in (attention.key, attention.value))
         mask = None if attention.mask is None else self._dense(attention.mask)
-        rows = self.rows(queries), self.rows(keys)
-        return own.scaled_dot_product_of_rows(query, key, value, spans, *rows, mask, attention.scale)[0]
+        rows, keep = (self.rows(queries), self.rows(keys)), 1 - attention.dropout
+        dropped = self._kept_pairs(attention, keep) if attention.dropout else None
+        return own.scaled_dot_product_of_rows(query, key, value, spans, *rows, mask, dropped, keep, attention.scale)[0]
+
+    def _kept_pairs(self, attention: Attention, keep: float) -> Tensor:
+        """What dropout keeps of the weights, for all pairs."""
+        query, key = value_of(attention.query), value_of(attention.key)
+        sizes = [self.size(expression(size)) for size in (*query.shape[:3], key.shape[2])]
+        return self._drawn(sizes, keep, query.device)
 
     def _attend_densely(self, attention: Attention, queries: RowSet) -> Tensor:
         """With zeros where nothing was computed, which are not looked at."""

@@ -7,11 +7,12 @@ from ort_accel.lowering import row_operators
 from ort_accel.lowering.row_operators import CAUSAL, FULL, MASKED, own
 
 
-def step(kind, mask, dtype):
+def step(kind, mask, dtype, kept=None, keep=1.0):
     torch.manual_seed(0)
     tensors = [torch.randn(rows, 2, 8, dtype=dtype, requires_grad=True) for rows in (7, 9, 9)]
     spans = torch.tensor([[0, 3, 0, 4, kind], [3, 7, 4, 9, kind]])
-    out, logsumexp = own.scaled_dot_product_of_rows(*tensors, spans, torch.arange(7), torch.arange(9), mask, 0.3)
+    rows = torch.arange(7), torch.arange(9)
+    out, logsumexp = own.scaled_dot_product_of_rows(*tensors, spans, *rows, mask, kept, keep, 0.3)
     out.backward(torch.linspace(-1, 1, out.numel(), dtype=dtype).view_as(out))
     return [out.detach(), logsumexp.detach(), *(tensor.grad for tensor in tensors)]
 
