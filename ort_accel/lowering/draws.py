@@ -22,7 +22,7 @@ CHUNK = 16384
 
 def _kept(size: Sequence[int], probability: float, device: torch.device) -> Tensor:
     if device.type != "cpu" or not _compares():
-        return torch.ops.aten.bernoulli.p(torch.empty(size, dtype=torch.bool, device=device), probability)
+        return torch.empty(size, dtype=torch.bool, device=device).bernoulli_(probability)
     count = prod(size)
     kept, numbers = torch.empty(count, dtype=torch.bool), torch.empty(min(count, CHUNK), dtype=torch.int64)
     for start in range(0, count, CHUNK):
@@ -53,10 +53,11 @@ def _compares() -> bool:
 LIBRARY.impl("kept", _kept, "CompositeExplicitAutograd")
 
 
-@register_fake("ort_accel::kept")
-def _(size: Sequence[int], probability: float, device: torch.device) -> Tensor:
+def _described(size: Sequence[int], probability: float, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.bool, device=device)
 
+
+register_fake("ort_accel::kept", _described)
 
 kept = torch.ops.ort_accel.kept.default
 """True where a dropout keeps, False where it drops: `kept(size, probability of keeping, device)`."""

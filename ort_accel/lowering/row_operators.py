@@ -10,13 +10,14 @@ keeps each weight with probability `keep` has kept, stand for all pairs of place
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library, register_autograd, register_fake
+
+from ort_accel.lowering.row_attention import attention, attention_backward
 
 LIBRARY: Any = Library("ort_accel", "DEF")  # type: ignore[no-untyped-call]
 
@@ -33,10 +34,7 @@ LIBRARY.define(
     "-> (Tensor, Tensor, Tensor)"
 )
 
-aten, own = torch.ops.aten, torch.ops.ort_accel
-
-FULL, CAUSAL, MASKED = range(3)
-"""How a sequence attends, the last number of its span: each query to all keys, to those up to it, or as a mask says."""
+own = torch.ops.ort_accel
 
 
 def _rows_of(source: Tensor, rows: Tensor, places: Tensor) -> Tensor:
@@ -47,203 +45,11 @@ def _rows_into(source: Tensor, rows: Tensor, places: Tensor, count: int) -> Tens
     return source.new_zeros((count, *source.shape[1:])).index_copy_(0, rows, source)
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spans: Tensor,
-    query_rows: Tensor,
-    key_rows: Tensor,
-    mask: Tensor | None,
-    kept: Tensor | None,
-    keep: float,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    out = query.new_zeros((*query.shape[:2], value.shape[2]))
-    logsumexp = query.new_zeros(query.shape[:2], dtype=_wide(query))
-    forward = (_PRODUCTS if kept is not None else _KERNELS[query.device.type])[0]
-    pairs = _Pairs(query_rows, key_rows, mask, kept, keep, query.dtype)
-    for number, q, k, kind in _sequences(spans):
-        how = pairs.of(number, q, k, kind)
-        part, lse = forward(_heads_first(query[q]), _heads_first(key[k]), _heads_first(value[k]), scale=scale, **how)
-        out[q] = part[0].transpose(0, 1)
-        logsumexp[q] = lse[0].transpose(0, 1)
-    return out, logsumexp
-
-
-def _attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    spans: Tensor,
-    query_rows: Tensor,
-    key_rows: Tensor,
-    mask: Tensor | None,
-    kept: Tensor | None,
-    keep: float,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grads = tuple(item.new_zeros(item.shape) for item in (query, key, value))
-    backward = (_PRODUCTS if kept is not None else _KERNELS[query.device.type])[1]
-    pairs = _Pairs(query_rows, key_rows, mask, kept, keep, query.dtype)
-    for number, q, k, kind in _sequences(spans):
-        parts = backward(
-            *(_heads_first(item) for item in (grad[q], query[q], key[k], value[k], out[q])),
-            logsumexp[q].transpose(0, 1).unsqueeze(0),
-            0.0,
-            scale=scale,
-            **pairs.of(number, q, k, kind),
-        )
-        for whole, where, part in zip(grads, (q, k, k), parts, strict=True):
-            whole[where] = part[0].transpose(0, 1)
-    return grads  # type: ignore[return-value]
-
-
-@dataclass(frozen=True)
-class _Dropout:
-    """What a dropout keeps of the weights of attention."""
-
-    kept: Tensor
-    keep: float
-
-    def __call__(self, weights: Tensor) -> Tensor:
-        return weights.masked_fill(~self.kept, 0.0).mul_(1 / self.keep if self.keep else 0.0)
-
-
-def _by_products(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    is_causal: bool,
-    attn_mask: Tensor | None,
-    scale: float | None,
-    dropout: Callable[[Tensor], Tensor] = lambda weights: weights,
-) -> tuple[Tensor, Tensor]:
-    """Attention as products, with the logarithm of each row's sum; both add up in single precision at the least."""
-    scores = _scores(query, key, is_causal=is_causal, mask=attn_mask, scale=scale)
-    logsumexp = scores.logsumexp(-1)
-    weights = dropout((scores - logsumexp[..., None]).exp())
-    return (weights @ value.to(scores.dtype)).to(query.dtype), logsumexp
-
-
-def _by_products_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    _: float,
-    *,
-    is_causal: bool,
-    attn_mask: Tensor | None,
-    scale: float | None,
-    dropout: Callable[[Tensor], Tensor] = lambda weights: weights,
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores = _scores(query, key, is_causal=is_causal, mask=attn_mask, scale=scale)
-    weights, slope = (scores - logsumexp[..., None]).exp(), grad.to(scores.dtype)
-    change = dropout(slope @ value.to(scores.dtype).mT) - (slope * out).sum(-1, keepdim=True)
-    change = weights * change * _scale(query, scale)
-    of_query, of_key = change @ key.to(scores.dtype), change.mT @ query.to(scores.dtype)
-    of_value = dropout(weights).mT @ slope
-    return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
-
-
-def _scores(query: Tensor, key: Tensor, *, is_causal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
-    wide = _wide(query)
-    scores = query.to(wide) @ key.to(wide).mT * _scale(query, scale)
-    if is_causal:
-        return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    return scores if mask is None else scores + mask
-
-
-def _wide(query: Tensor) -> torch.dtype:
-    """The type that sums are made in."""
-    return torch.promote_types(query.dtype, torch.float32)
-
-
-def _scale(query: Tensor, scale: float | None) -> float:
-    return query.shape[-1] ** -0.5 if scale is None else scale
-
-
-_PRODUCTS: tuple[Callable[..., Any], Callable[..., Any]] = _by_products, _by_products_backward
-
-_KERNELS = {
-    "cpu": (
-        aten._scaled_dot_product_flash_attention_for_cpu,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    ),
-    "cuda": _PRODUCTS,
-}
-"""Attention of one sequence, and its gradient, by the kind of device, without dropout."""
-
-
-def _heads_first(rows: Tensor) -> Tensor:
-    return rows.transpose(0, 1).unsqueeze(0)
-
-
-def _sequences(spans: Tensor) -> Iterator[tuple[int, slice, slice, int]]:
-    """Each sequence's number, its rows among those of the queries and of the keys, and how it attends."""
-    for number, (first_query, end_query, first_key, end_key, kind) in enumerate(spans.tolist()):
-        if first_query < end_query and first_key < end_key:
-            yield number, slice(first_query, end_query), slice(first_key, end_key), kind
-
-
-@dataclass(frozen=True)
-class _Pairs:
-    """What is known of each pair of a query and a key, of which a sequence needs some."""
-
-    query_rows: Tensor
-    key_rows: Tensor
-    mask: Tensor | None
-    kept: Tensor | None
-    keep: float
-    dtype: torch.dtype
-
-    def of(self, number: int, queries: slice, keys: slice, kind: int) -> dict[str, Any]:
-        """The arguments of attention for one sequence."""
-        rows = self.query_rows[queries], self.key_rows[keys]
-        how: dict[str, Any] = {"is_causal": kind == CAUSAL, "attn_mask": None}
-        if kind == MASKED:
-            assert self.mask is not None
-            how["attn_mask"] = _added(_part(self.mask, number, *rows), self.dtype)
-        if self.kept is not None:
-            how["dropout"] = _Dropout(_part(self.kept, number, *rows), self.keep)
-        return how
-
-
-def _part(pairs: Tensor, number: int, query_rows: Tensor, key_rows: Tensor) -> Tensor:
-    """What [batch, heads, queries, keys] has for one sequence; each but the last size may be 1."""
-    part = pairs[number if pairs.shape[0] > 1 else 0]
-    if part.shape[1] > 1:
-        part = _chosen(part, 1, query_rows % part.shape[1])
-    return _chosen(part, 2, key_rows % part.shape[2]).unsqueeze(0)
-
-
-def _chosen(part: Tensor, dim: int, places: Tensor) -> Tensor:
-    """Without a copy where the places follow each other, as they do unless padding stands between tokens."""
-    first, last = int(places[0]), int(places[-1])
-    if last - first + 1 == len(places):
-        return part.narrow(dim, first, len(places))
-    return part.index_select(dim, places)
-
-
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as what is added to scores."""
-    if mask.dtype == torch.bool:
-        return mask.new_zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
-    return mask.to(dtype)
-
-
 for _name, _kernel in {
     "rows_of": _rows_of,
     "rows_into": _rows_into,
-    "scaled_dot_product_of_rows": _attention,
-    "scaled_dot_product_of_rows_backward": _attention_backward,
+    "scaled_dot_product_of_rows": attention,
+    "scaled_dot_product_of_rows_backward": attention_backward,
 }.items():
     for _device in ("CPU", "CUDA"):
         LIBRARY.impl(_name, _kernel, _device)
@@ -267,7 +73,7 @@ def _(source: Tensor, rows: Tensor, places: Tensor, count: int) -> Tensor:
 @_described("ort_accel::scaled_dot_product_of_rows")
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     out = query.new_empty((*query.shape[:2], value.shape[2]))
-    return out, query.new_empty(query.shape[:2], dtype=_wide(query))
+    return out, query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
 
 
 @_described("ort_accel::scaled_dot_product_of_rows_backward")

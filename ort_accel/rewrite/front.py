@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ort_accel.lowering.nodes import is_part, is_random, op_name, writes
-from ort_accel.lowering.row_operators import CAUSAL, FULL, MASKED
+from ort_accel.lowering.row_attention import CAUSAL, FULL, MASKED
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
 from ort_accel.rewrite.gradients import has_gradient
 from ort_accel.rewrite.padding import Attention
