@@ -11,6 +11,8 @@ from torch.utils import _pytree as pytree
 
 from ort_accel.capture.backend import Backend
 from ort_accel.capture.dynamo import GraphBreaks, capturing, graph_breaks_in
+from ort_accel.capture.skipping import Mode
+from ort_accel.runtime.unread import UnreadTensor, read_all
 
 
 class OpenSizes:
@@ -59,22 +61,35 @@ class Compiled:
     """A function that is compiled whenever it meets something new."""
 
     def __init__(self, call: Callable[..., Any], name: str, backend: Backend) -> None:
-        self._backend = backend
-        entry = own_entry(call, name)
-        self._call: Callable[..., Any] = torch.compile(entry, backend=backend, dynamic=_dynamic(backend))
+        self._plain, self._name, self._backend = call, name, backend
+        self._calls: dict[Mode | None, Callable[..., Any]] = {}
         self._open_sizes = OpenSizes() if backend.config.engine.dynamic_shapes == "auto" else None
         self._breaks = GraphBreaks()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self._call(*args, **kwargs)
-        if self._open_sizes is not None:
+            return self._plain(*args, **kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, UnreadTensor) for leaf in leaves):
+            args, kwargs = read_all((args, kwargs))
             leaves = pytree.tree_leaves((args, kwargs))
+        if self._open_sizes is not None:
             self._open_sizes.mark([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         # On every call: a mode or a `requires_grad` that changes leads to a capture, too.
         backend = self._backend
         with capturing(), graph_breaks_in(backend.report, self._breaks, backend.policy.check):
-            return self._call(*args, **kwargs)
+            mode = backend.skipping.mode
+            result = self._compiled(mode)(*args, **kwargs)
+            if mode is None:  # the first batch has decided, and what was compiled is for that mode
+                self._calls[backend.skipping.mode] = self._calls.pop(None)
+            return result
+
+    def _compiled(self, mode: Mode | None) -> Callable[..., Any]:
+        """What runs in a mode; what was compiled for another one is kept."""
+        if mode not in self._calls:
+            entry = own_entry(self._plain, self._name)
+            self._calls[mode] = torch.compile(entry, backend=self._backend, dynamic=_dynamic(self._backend))
+        return self._calls[mode]
 
 
 class ModelCall:

@@ -15,8 +15,10 @@ from ort_accel.capture.attention import attention_as
 from ort_accel.capture.choice import chosen_runtime, opset, session_settings, tuner
 from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features
+from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
 from ort_accel.capture.randomness import split_dropout
 from ort_accel.capture.refusals import refuse_forbidden
+from ort_accel.capture.skipping import Skipping, SkippingPolicy, Smaller, hints, tables_of
 from ort_accel.config import Config, load_config
 from ort_accel.lowering.casts import propagate_casts
 from ort_accel.lowering.lower_graph import Lowering, lower_graph
@@ -28,6 +30,7 @@ from ort_accel.observe.report_file import ReportFile
 from ort_accel.recompute.optimizer import Recompute
 from ort_accel.recompute.partition import Pair
 from ort_accel.reporting import Report
+from ort_accel.rewrite.pipeline import NothingToSkip, propose
 from ort_accel.runtime.cache import ModelCache
 from ort_accel.runtime.flavor import Flavor
 from ort_accel.runtime.session import SessionSettings
@@ -56,14 +59,52 @@ class Backend:
             fusions=config.compute.fusions is not False,
             tuner=tuner(config, runtime, settings, report),
         )
+        self.skipping = SkippingPolicy(config, self.report)
         self.recompute = Recompute(config.memory, report)
         self._graphs = 0
+        self._is_broken = False
         self.report_file = self._report_file()
         inspect = config.density.inspect
         self.inspector = DensityInspector(report, config.density.inspect_every, level) if inspect else None
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         refuse_forbidden(module, self.config.engine)
+        self._is_broken |= breaks_off(module)
+        with self.report.timed("capture"), attention_as(self.config.compute.attention):
+            if self.skipping.wants_any:
+                return self._for_rows(module, inputs)
+            return self._compile(module, inputs)
+
+    def _for_rows(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The graph for the rows that count, or the whole one where there is no gain."""
+        policy = self.skipping
+        tracer = Tracer(inputs)
+        try:
+            found = self._smaller(module, inputs, tracer)
+        except Exception as error:  # a model that cannot be analysed runs whole, and the report says why
+            tracer.conditions()
+            policy.refused(error)
+            return self._compile(module, inputs)
+        if found.smaller is None:
+            return Skipping(found.proposal, policy, self._compile(module, inputs), module)
+        policy.unread(len(found.proposal.unread))
+        compiled = self._compile(found.smaller, [*inputs, *found.tables])
+        return Skipping(found.proposal, policy, compiled, module, tracer.conditions())
+
+    def _smaller(self, module: fx.GraphModule, inputs: Sequence[Any], tracer: Tracer) -> Smaller:
+        """What can be left out of a graph, and the smaller graph where that is worth it."""
+        policy = self.skipping
+        if own_backwards(module):
+            raise NothingToSkip("a part of the model has a backward of its own, or is checkpointed")
+        loss_only = policy.loss_only and not self._is_broken
+        proposal = propose(tracer.trace(module), inputs, policy.wishes, loss_only=loss_only)
+        batch = proposal.front(hints(inputs))
+        if not policy.wants_compact(proposal, batch):
+            return Smaller(proposal)
+        tables = tables_of(batch)
+        return Smaller(proposal, tracer.smaller(module, proposal.write, tables), tables)
+
+    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         number, self._graphs = self._graphs, self._graphs + 1
         static: set[str] = set()
         compile_graph = aot_autograd(
@@ -74,8 +115,7 @@ class Backend:
             partition_fn=self._partition(f"graph {number}"),
             keep_inference_input_mutations=True,
         )
-        with self.report.timed("capture"), attention_as(self.config.compute.attention):
-            return compile_graph(module, inputs)
+        return compile_graph(module, inputs)
 
     def _report_file(self) -> ReportFile | None:
         """Where the report goes: at the latest when this backend, or the process, comes to its end."""

@@ -39,6 +39,11 @@ OBEYED = (
     "precision.cast_propagation.level",
     "compute.fusions",
     "compute.attention",
+    "compute.upstream",
+    "compute.loss_only",
+    "density.labels",
+    "density.padding",
+    "density.threshold",
     "compute.tuning.enabled",
     "compute.tuning.max_duration_ms",
     "compute.tuning.results",
@@ -74,16 +79,12 @@ OBEYED = (
 MISSING: dict[str, Any] = {
     "engine.skip_checks": False,
     "precision.cache_cast_weights": False,
-    "compute.upstream": False,
     "compute.conv_algorithm": "heuristic",
-    "compute.loss_only": False,
     "compute.loss_in_graph": False,
     "compute.triton.enabled": False,
     "memory.budget": None,
     "memory.early_gradient_release": False,
     "memory.external_allocator": False,
-    "density.labels": False,
-    "density.padding": False,
     "optimizer.step_in_backward": False,
     "observe.memory_stats": False,
 }
@@ -96,7 +97,6 @@ FIXED = (
     "compute.triton.ops_file",
     "compute.triton.debug",
     "memory.offload",
-    "density.threshold",
 )
 """Keys that nothing reads in this version, so that only their default is true."""
 
@@ -145,6 +145,7 @@ def record_features(
     _record_wish("density.inspect", every, report)
     file = config.observe.report_file
     _record_wish("observe.report_file", f"written to {file} when training ends" if file else "", report)
+    _record_skipping(config, report)
     _record_memory(config, report)
     for path, without in MISSING.items():
         _record_missing(path, without, attrgetter(path)(config), report)
@@ -193,6 +194,12 @@ def _record_engine(config: Config, settings: SessionSettings, report: Report) ->
         report.applied("engine.deterministic", "the same seed gives the same bits")
     else:
         report.off("engine.deterministic", "as PyTorch is set" if engine.deterministic == "auto" else "switched off")
+
+
+def _record_skipping(config: Config, report: Report) -> None:
+    """Until the first batch shows what it has."""
+    for path in ("density.labels", "density.padding", "compute.upstream", "compute.loss_only"):
+        report.off(path, "switched off" if attrgetter(path)(config) is False else "no batch has been seen yet")
 
 
 def _record_compute(config: Config, report: Report) -> None:

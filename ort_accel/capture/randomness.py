@@ -8,6 +8,7 @@ import torch
 from torch import fx
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 
+from ort_accel.lowering.draws import kept
 from ort_accel.lowering.nodes import is_part
 
 aten = torch.ops.aten
@@ -54,18 +55,14 @@ def _nothing_kept(graph: fx.Graph, operand: fx.Node, node: fx.Node) -> fx.Node:
 def _draw(graph: fx.Graph, operand: fx.Node, node: fx.Node, keep: float) -> fx.Node:
     """The mask, drawn in the order in which the operand lies in memory.
 
-    It is made from sizes alone, so that drawing does not wait for the operand. `bernoulli` draws row after row, so a
+    It is made from sizes alone, so that drawing does not wait for the operand. Numbers are drawn row after row, so a
     mask for a permuted operand is drawn as the operand lies, and then looked at as the operand is.
     """
     value = node.meta["val"][1]
     order = compute_elementwise_output_logical_to_physical_perm(operand.meta["val"])[0]
     sizes = _sizes(graph, operand, value)
     drawn = value.new_empty([value.shape[dim] for dim in order])
-    blank = graph.call_function(
-        aten.empty.memory_format, ([sizes[dim] for dim in order],), {"dtype": torch.bool, "device": value.device}
-    )
-    blank.meta = {"val": drawn} | _tag(operand)
-    mask = graph.call_function(aten.bernoulli.p, (blank, keep))
+    mask = graph.call_function(kept, ([sizes[dim] for dim in order], keep, value.device))
     mask.meta = {**node.meta, "val": drawn}
     if order == sorted(order):
         return mask

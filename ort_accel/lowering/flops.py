@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_accel.lowering.row_operators import own
+
 aten = torch.ops.aten
 
 Shape = tuple[int, ...]
@@ -86,6 +88,25 @@ def _attention_backward(_incoming: Shape, query: Shape, key: Shape, value: Shape
     return 2 * prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
 
+def _of_rows(query: Shape, key: Shape, value: Shape, spans: Shape, *_: Any, **__: Any) -> int:
+    """Attention of sequences of equal length; how long each is, the operator's inputs do not tell."""
+    return 2 * prod(query[:-1]) * (key[0] // max(spans[0], 1)) * (query[-1] + value[-1])
+
+
+def _of_rows_backward(
+    _incoming: Shape,
+    query: Shape,
+    key: Shape,
+    value: Shape,
+    _out: Shape,
+    _sums: Shape,
+    spans: Shape,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return 2 * prod(query[:-1]) * (key[0] // max(spans[0], 1)) * (3 * query[-1] + 2 * value[-1])
+
+
 def _for(names: Sequence[str], formula: Formula) -> dict[Any, Formula]:
     return {getattr(aten, name): formula for name in names}
 
@@ -94,13 +115,15 @@ _KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention",
 _FUSED = [f"_scaled_dot_product_{kernel}" for kernel in _KERNELS]
 
 FORMULAS: dict[Any, Formula] = {
-    **_for(["mm", "bmm", "mv", "dot"], _product),
+    **_for(["mm", "bmm", "mv", "dot", "matmul"], _product),
     **_for(["addmm", "baddbmm", "addbmm", "addmv"], _added_product),
     **_for(["linear"], _linear),
     **_for(["_grouped_mm"], _grouped_product),
     **_for(["convolution"], _convolution),
     **_for(["convolution_backward"], _convolution_backward),
-    **_for(_FUSED, _attention),
+    **_for(["scaled_dot_product_attention", *_FUSED], _attention),
     **_for([f"{name}_backward" for name in _FUSED], _attention_backward),
+    own.scaled_dot_product_of_rows: _of_rows,
+    own.scaled_dot_product_of_rows_backward: _of_rows_backward,
 }
 """Operators whose arithmetic counts, by name without overload."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,19 +25,16 @@ class UnreadTensor(Tensor):
     @staticmethod
     def __new__(
         cls,
-        like: Tensor,
+        size: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
         compute: Callable[[], Tensor],
         *,
         requires_grad: bool = False,
-        dtype: torch.dtype | None = None,
     ) -> UnreadTensor:
-        """A tensor in the form of `like` (of another `dtype` if one is given).
-
-        `compute` is called once at most, and not kept after that; its tensor has gradients if `requires_grad` says so.
-        """
-        unread: UnreadTensor = Tensor._make_wrapper_subclass(
-            cls, like.size(), strides=like.stride(), dtype=dtype or like.dtype, device=like.device, requires_grad=False
-        )
+        """`compute` is called once at most, and not kept after that; its tensor has the size, type and device that are
+        given here, and gradients if `requires_grad` says so."""
+        unread: UnreadTensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device, requires_grad=False)
         unread._compute, unread._value, unread._has_gradient = compute, None, requires_grad
         return unread
 
@@ -76,8 +74,12 @@ def read_all(values: Any) -> Any:
 
 def _cast(unread: UnreadTensor, cast: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> UnreadTensor:
     has_gradient = unread._has_gradient and cast is not Tensor.detach
-    with torch._C.DisableTorchFunctionSubclass():
-        return UnreadTensor(unread, lambda: cast(unread.read()), requires_grad=has_gradient, dtype=dtype)
+    compute = partial(_apply, cast, unread)
+    return UnreadTensor(unread.shape, dtype or unread.dtype, unread.device, compute, requires_grad=has_gradient)
+
+
+def _apply(cast: Callable[[Tensor], Tensor], unread: UnreadTensor) -> Tensor:
+    return cast(unread.read())
 
 
 _CASTS: dict[Callable[..., Any], torch.dtype | None] = {

@@ -20,11 +20,9 @@ UNUSUAL = {
     "engine.provider_options": {"a": 1},
     "precision.cast_propagation.level": 2,
     "precision.cache_cast_weights": True,
-    "compute.loss_only": True,
     "compute.loss_in_graph": True,
-    "density.labels": True,
-    "density.padding": True,
-    "density.threshold": 0.5,
+    "memory.budget": 0.5,
+    "memory.early_gradient_release": True,
     "observe.memory_stats": True,
 }
 
@@ -73,8 +71,8 @@ def test_a_wish_that_cannot_be_obeyed_is_an_error(path):
 
 def test_all_such_wishes_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
-        features(density={"labels": True, "padding": True}, distributed={"zero3": True})
-    wanted = ["density.labels", "density.padding", "distributed.zero3"]
+        features(memory={"budget": 0.5, "early_gradient_release": True}, observe={"memory_stats": True})
+    wanted = ["memory.budget", "memory.early_gradient_release", "observe.memory_stats"]
     assert [problem.path for problem in caught.value.problems] == wanted
 
 
@@ -86,11 +84,10 @@ def test_doing_without_what_is_missing_is_obeyed(path):
     assert found[path].reason == ("not asked for" if default == MISSING[path] else "switched off")
 
 
-def test_what_the_default_would_have_on_is_refused_and_what_it_leaves_open_is_off():
+def test_what_the_default_leaves_open_is_off():
     found = features()
-    assert found["compute.upstream"].state is State.REFUSED
-    assert found["density.labels"].state is State.OFF
-    assert found["density.labels"].reason == "not in this version"
+    assert found["compute.loss_in_graph"].state is State.OFF
+    assert found["compute.loss_in_graph"].reason == "not in this version"
 
 
 def test_what_is_obeyed_says_what_it_does(tmp_path):

@@ -32,7 +32,7 @@ def computed() -> Computed:
 
 @pytest.fixture
 def unread(computed: Computed) -> UnreadTensor:
-    return UnreadTensor(torch.empty(2, 3, device="meta"), computed, requires_grad=True)
+    return UnreadTensor((2, 3), torch.float32, torch.device("cpu"), computed, requires_grad=True)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,6 @@ def test_an_error_of_the_computation_reaches_the_reader() -> None:
     def fail() -> Tensor:
         raise RuntimeError("the weights have changed")
 
-    lost = UnreadTensor(torch.empty(2, 3), fail)
+    lost = UnreadTensor((2, 3), torch.float32, torch.device("cpu"), fail)
     with pytest.raises(RuntimeError, match="the weights have changed"):
         lost.sum()

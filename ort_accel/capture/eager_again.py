@@ -1,0 +1,47 @@
+"""Running a captured graph once more in eager mode, as it would have run when it was first called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ort_accel.errors import OrtAccelError
+
+
+class EagerAgain:
+    """A call that was made, with all that its results depend on: inputs, random numbers, gradients and autocast."""
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], told: Callable[[], None]) -> None:
+        """Made before the call. `told` is called when the graph runs again."""
+        self._module, self._inputs, self._told = module, inputs, told
+        self._versions = [item._version for item in inputs if isinstance(item, Tensor)]
+        self._random = torch.get_rng_state()
+        self._gradients = torch.is_grad_enabled()
+        self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        self._results: Sequence[Any] | None = None
+
+    def output(self, position: int) -> Callable[[], Tensor]:
+        """Gives one of the outputs; the graph runs at the first of them."""
+        return lambda: self._run()[position]
+
+    def _run(self) -> Sequence[Any]:
+        if self._results is None:
+            if self._versions != [item._version for item in self._inputs if isinstance(item, Tensor)]:
+                raise OrtAccelError(
+                    "the logits of an earlier step are read, but its weights or inputs have changed since then; "
+                    "read them before the optimizer's step, or set compute.loss_only to false"
+                )
+            self._told()
+            enabled, dtype = self._autocast
+            present = torch.get_rng_state()
+            torch.set_rng_state(self._random)
+            try:
+                with torch.set_grad_enabled(self._gradients), torch.autocast("cpu", dtype, enabled=enabled):
+                    self._results = self._module(*self._inputs)
+            finally:
+                torch.set_rng_state(present)
+            self._inputs = ()
+        return self._results

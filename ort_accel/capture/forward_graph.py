@@ -1,0 +1,108 @@
+"""The forward graph before autograd: a small ATen graph, traced from what Dynamo captured.
+
+It uses what is private to torch; checked with torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, detect_fake_mode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
+
+from ort_accel.lowering.sizes import SizeFunction, SymbolSource
+
+
+def breaks_off(module: fx.GraphModule) -> bool:
+    """Whether Python goes on after a graph with what it gave, instead of returning it."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    return reason is None or reason.graph_break
+
+
+def _symbols(size: Any) -> set[sympy.Symbol]:
+    return size.node._expr.free_symbols if isinstance(size, torch.SymInt) else set()
+
+
+def own_backwards(module: fx.GraphModule) -> bool:
+    """Whether parts of a graph are differentiated, or run again, in a way that tracing would lose."""
+    return any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in module.graph.nodes)
+
+
+class Tracer:
+    """Traces functions on the fake inputs of a graph that Dynamo captured."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        mode, self._context = detect_fake_mode(inputs), TracingContext.get()
+        assert mode is not None
+        self._mode = mode
+        self._fakes = [self._fake(item) for item in inputs]
+        self._tables: list[Tensor] = []
+
+    def _fake(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        context = self._context.tensor_to_context.get(value)  # type: ignore[no-untyped-call]
+        source = context.tensor_source if context else None
+        return self._mode.from_tensor(value, static_shapes=context is None, symbolic_context=context, source=source)
+
+    def smaller(
+        self, module: fx.GraphModule, write: Callable[[Sequence[Any]], Any], tables: Sequence[Tensor]
+    ) -> fx.GraphModule:
+        """The graph that `write` writes from the inputs and the tables, in the place of the one that was captured."""
+        self._tables = [self.table(f"rows_{number}", table) for number, table in enumerate(tables)]
+        smaller = self.trace(lambda *arguments: write(arguments), self._tables)
+        smaller.meta = module.meta
+        smaller._param_name_to_source = module._param_name_to_source
+        sources = iter(module.graph.find_nodes(op="placeholder"))
+        for node in smaller.graph.find_nodes(op="placeholder"):
+            source = next(sources, None)
+            node._dynamo_source = getattr(source, "_dynamo_source", None)
+            if source is not None and "tensor_dict" in source.meta:
+                node.meta["tensor_dict"] = source.meta["tensor_dict"]
+        return smaller
+
+    def conditions(self) -> Callable[[Sequence[Any]], bool]:
+        """What was found out about the tables while graphs were compiled, as a check of inputs and tables.
+
+        Dynamo, which checks all else before it calls a graph, has never heard of the tables, so it is not told.
+        """
+        shapes = self._mode.shape_env
+        assert shapes is not None
+        own = {symbol for fake in self._tables for size in fake.shape for symbol in _symbols(size)}
+        mine = [guard for guard in shapes.guards if guard.expr.free_symbols & own]
+        shapes.guards[:] = [guard for guard in shapes.guards if not guard.expr.free_symbols & own]
+        source = SymbolSource()
+        for position, fake in enumerate([*self._fakes, *self._tables]):
+            source.learn(position, fake)
+        check = SizeFunction(sympy.Piecewise((1, guard.expr), (0, True)) for guard in mine)
+
+        def hold(arguments: Sequence[Any]) -> bool:
+            values: dict[str, int] = {}
+            source.read(list(arguments), values)
+            return all(check(values))
+
+        return hold if mine else lambda _: True
+
+    def table(self, name: str, value: Tensor) -> Tensor:
+        """A fake for one more input, whose first dimension has a size of its own; the value is its example."""
+        source = ConstantSource(name)
+        context = StatefulSymbolicContext(
+            dynamic_sizes=[DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * (value.ndim - 1)],
+            constraint_sizes=[None] * value.ndim,
+            tensor_source=source,
+            shape_env_to_source_to_symbol_cache={},
+        )
+        self._context.tensor_to_context[value] = context
+        return self._mode.from_tensor(value, symbolic_context=context, source=source)
+
+    def trace(self, function: Callable[..., Any], more: Sequence[Tensor] = ()) -> fx.GraphModule:
+        """The graph of a function of the inputs and the tables."""
+        with self._mode, enable_python_dispatcher():
+            return make_fx(function, pre_dispatch=True, tracing_mode="real")(*self._fakes, *more)

@@ -1,0 +1,234 @@
+"""Running a smaller graph where rows can be left out, and the whole one where that gains nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ort_accel.capture.eager_again import EagerAgain
+from ort_accel.config import Config
+from ort_accel.config.values import Switch
+from ort_accel.errors import OrtAccelError
+from ort_accel.lowering.nodes import returned
+from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
+from ort_accel.reporting import Report
+from ort_accel.rewrite.demand import Wishes
+from ort_accel.rewrite.front import Batch
+from ort_accel.rewrite.gradients import has_gradient
+from ort_accel.rewrite.pipeline import NothingToSkip, Proposal, kinds_of
+from ort_accel.rewrite.tokens import value_of
+from ort_accel.runtime.unread import UnreadTensor
+
+LOG = logging.getLogger("ort_accel")
+
+FEATURES = ("density.labels", "density.padding", "compute.upstream")
+
+LOOK_EVERY = 4
+"""While whole graphs run, every so many batches are looked at: looking takes time, too."""
+
+MEMORY = 0.9
+"""How much of the moving figure stays from batch to batch: about the last ten batches count."""
+
+
+DWELL = 8
+"""After so many batches it is decided anew, so that single batches do not lead to compiling."""
+
+
+class Mode(NamedTuple):
+    """What a model's graphs are compiled for; each mode is compiled once."""
+
+    compact: bool
+    loss_only: bool
+
+
+@dataclass
+class SkippingPolicy:
+    """Decides for a model, from what its batches need, between smaller and whole graphs."""
+
+    config: Config
+    report: Report
+    _work: float = 0.0
+    _needed: float = 0.0
+    _compact: bool | None = None
+    _weighed: int = 0
+    """How many batches were looked at since it was decided."""
+    _batches: int = 0
+    loss_only: bool = field(init=False)
+    """Whether nobody is known to read what a training step gives beside its loss."""
+    _seen: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.loss_only = self.config.compute.loss_only is not False
+
+    @property
+    def wishes(self) -> Wishes:
+        """Which reasons for leaving rows out count."""
+        density, compute = self.config.density, self.config.compute
+        return Wishes(density.labels is not False, density.padding is not False, compute.upstream)
+
+    @property
+    def wants_any(self) -> bool:
+        """Whether there is any reason at all."""
+        return self.wishes != Wishes(False, False, False)
+
+    @property
+    def mode(self) -> Mode | None:
+        """What to compile, or run, next; None before the first batch."""
+        return None if self._compact is None else Mode(self._compact, self.loss_only)
+
+    def wants_compact(self, proposal: Proposal, batch: Batch) -> bool:
+        """Whether to compile the smaller graph now; the first batch decides where none has been seen."""
+        if self._compact is None:
+            self._weigh(proposal, batch)
+        return batch.fits and bool(self._compact)
+
+    def _weigh(self, proposal: Proposal, batch: Batch) -> None:
+        """Take the work that a batch needs into account."""
+        self._work = MEMORY * self._work + proposal.work
+        self._needed = MEMORY * self._needed + proposal.needed(batch)
+        self._weighed += 1
+        if self._compact is None or self._weighed >= DWELL:
+            always = True in (self.config.density.labels, self.config.density.padding)
+            self._compact = always or self._needed / self._work < self.config.density.threshold
+            self._weighed = 0
+
+    def ran(self, proposal: Proposal, batch: Batch, compact: bool) -> None:
+        """Take a batch into account that is run for some of its rows, or for all."""
+        self._weigh(proposal, batch)
+        self._batches += 1
+        self.report.counters[f"batches run on {'some' if compact else 'all'} rows"] += 1
+        if not batch.fits:
+            return
+        counts = dict(zip((rows.number for rows in proposal.plan.sets), batch.densities, strict=True))
+        for feature, sets in kinds_of(proposal.plan).items():
+            for rows in sets:
+                kept, whole = self._seen.get(feature, (0, 0))
+                count, size = counts[rows.number]
+                self._seen[feature] = kept + count, whole + size
+        if self._batches & (self._batches - 1) == 0:
+            self._record()
+
+    def _record(self) -> None:
+        for feature, _ in self._wanted():
+            if feature in self._seen:
+                kept, whole = self._seen[feature]
+                said = f"{kept / max(whole, 1):.0%} of the rows count, over {self._batches} batches"
+                self.report.applied(feature, said)
+            else:
+                self.report.off(feature, "no part of this model has such rows")
+
+    def was_read(self) -> None:
+        """The script reads what was not computed: from now on it is."""
+        if self.config.compute.loss_only is True:
+            raise OrtAccelError(
+                "compute.loss_only is true, and the script reads the model's logits in training; "
+                "set it to auto or false"
+            )
+        if self.loss_only:
+            LOG.info("the script reads the model's logits in training: they are computed from the next step on")
+        self.loss_only = False
+        self.report.refused("compute.loss_only", "the script reads the logits in training")
+
+    def refused(self, error: Exception) -> None:
+        """A graph is left whole."""
+        first_line = (str(error).splitlines() or [""])[0]
+        what = first_line if isinstance(error, NothingToSkip) else f"{type(error).__name__}: {first_line}"
+        for feature, wish in self._wanted():
+            if wish is True and feature.startswith("density"):
+                raise OrtAccelError(f"{feature} is true, but no row can be left out: {what}") from error
+            if feature not in self._seen:
+                self.report.refused(feature, what)
+
+    def _wanted(self) -> list[tuple[str, Switch]]:
+        """Features that are not switched off, with what is wished."""
+        wishes = (self.config.density.labels, self.config.density.padding, self.config.compute.upstream)
+        return [(name, wish) for name, wish in zip(FEATURES, wishes, strict=True) if wish is not False]
+
+    def unread(self, count: int) -> None:
+        """So many outputs are not computed unless they are read."""
+        if self.loss_only and count:
+            self.report.applied("compute.loss_only", "logits are computed only if the script reads them")
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """What can be left out of a graph; with the smaller graph and its additional inputs, where that is worth it."""
+
+    proposal: Proposal
+    smaller: fx.GraphModule | None = None
+    tables: Sequence[Tensor] = ()
+
+
+class Skipping:
+    """One graph, run for the rows that count. Called by what Dynamo compiled, with the graph's inputs."""
+
+    def __init__(
+        self,
+        proposal: Proposal,
+        policy: SkippingPolicy,
+        run: Callable[..., Any],
+        module: fx.GraphModule,
+        holds: Callable[[Sequence[Any]], bool] | None = None,
+    ) -> None:
+        """`run` is the compiled graph. It is the smaller one, which takes the tables of a batch as well, if there is
+        `holds`, which tells of inputs and tables whether they are such as the graph was compiled for."""
+        self._proposal, self._policy, self._run = proposal, policy, run
+        self._module, self._holds, self._calls = module, holds, 0
+        self._forms = _Forms(proposal) if holds and proposal.unread else None
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self._holds is None:
+            self._calls += 1
+            if self._calls % LOOK_EVERY == 1:
+                batch = self._proposal.front(inputs, with_tables=False)
+                self._policy.ran(self._proposal, batch, compact=False)
+            return self._run(*inputs)
+        batch = self._proposal.front(inputs)
+        is_possible = batch.fits and self._holds([*inputs, *batch.tables])
+        self._policy.ran(self._proposal, batch, compact=is_possible)
+        if not is_possible:  # what eager mode gives depends on rows that the smaller graph leaves out
+            return self._module(*inputs)
+        if self._forms is None:
+            return self._run(*inputs, *batch.tables)
+        again = EagerAgain(self._module, inputs, self._policy.was_read)
+        return self._forms.fill(list(self._run(*inputs, *batch.tables)), inputs, again)
+
+
+class _Forms:
+    """The sizes and types of the outputs that are not computed."""
+
+    def __init__(self, proposal: Proposal) -> None:
+        graph = proposal.traced.graph
+        self._symbols = SymbolSource()
+        for position, node in enumerate(graph.find_nodes(op="placeholder")):
+            self._symbols.learn(position, node.meta.get("val"))
+        outputs = returned(graph)
+        unread = [(position, outputs[position]) for position in sorted(proposal.unread)]
+        self._unread = [
+            (position, node, SizeFunction(map(expression, value_of(node).shape))) for position, node in unread
+        ]
+
+    def fill(self, results: list[Any], inputs: Sequence[Any], again: EagerAgain) -> list[Any]:
+        """The outputs with a stand-in for each that was not computed."""
+        symbols: dict[str, int] = {}
+        self._symbols.read(list(inputs), symbols)
+        for position, node, size in self._unread:
+            fake, gradient = value_of(node), has_gradient(node) and torch.is_grad_enabled()
+            make = again.output(position)
+            results[position] = UnreadTensor(size(symbols), fake.dtype, fake.device, make, requires_grad=gradient)
+        return results
+
+
+def hints(inputs: Sequence[Any]) -> list[Any]:
+    """Inputs of a graph as they are, with plain numbers for open sizes."""
+    return [item.node.hint if isinstance(item, torch.SymInt) else item for item in inputs]
+
+
+def tables_of(batch: Batch) -> list[Tensor]:
+    """The tables of a batch as inputs of a graph that is yet to be captured: each with memory of its own."""
+    return [table.clone() for table in batch.tables]

@@ -1,0 +1,166 @@
+"""What is read of every value of a forward graph, found from its outputs backward."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ort_accel.lowering.nodes import is_part, is_view, op_name, returned, user_line, writes
+from ort_accel.lowering.sizes import expression
+from ort_accel.rewrite.labels import Loss, loss_in
+from ort_accel.rewrite.padding import Attention, attention_in
+from ort_accel.rewrite.rows import Demand, Everything, Some, join
+from ort_accel.rewrite.tokens import Passage, passage, value_of
+from ort_accel.rewrite.upstream import chosen, sliced
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Which reasons for leaving rows out count."""
+
+    labels: bool = True
+    padding: bool = True
+    upstream: bool = True
+
+
+@dataclass
+class Demands:
+    """What is read of each value; a node that is not in `of` is not read at all."""
+
+    of: dict[fx.Node, Demand] = field(default_factory=dict)
+    passages: dict[fx.Node, Passage] = field(default_factory=dict)
+    losses: dict[fx.Node, Loss] = field(default_factory=dict)
+    attentions: dict[fx.Node, Attention] = field(default_factory=dict)
+    """Those of which only some queries are needed."""
+
+    def rows(self, node: fx.Node) -> Some | None:
+        """The rows of a value, where not all are read."""
+        found = self.of.get(node)
+        return found if isinstance(found, Some) else None
+
+
+def find_demands(graph: fx.Graph, unread: set[int], wishes: Wishes) -> Demands:
+    """Go through a graph backward. `unread` are positions of outputs that nobody reads."""
+    return _Search(graph, unread, wishes).run()
+
+
+class _Search:
+    def __init__(self, graph: fx.Graph, unread: set[int], wishes: Wishes) -> None:
+        self._graph, self._unread, self._wishes = graph, unread, wishes
+        self._found = Demands()
+        self._read: dict[fx.Node, list[Demand]] = defaultdict(list)
+        self._frozen = _written(graph)
+
+    def run(self) -> Demands:
+        for position, item in enumerate(returned(self._graph)):
+            if isinstance(item, fx.Node) and position not in self._unread:
+                self._read[item].append(Everything("the model's result"))
+        for node in reversed(self._graph.nodes):
+            if node.op == "output":
+                continue
+            if node.op == "call_function" and is_lasting(node):
+                self._read[node].append(Everything(op_name(node)))
+            if self._read[node]:
+                self._visit(node)
+        return self._found
+
+    def _visit(self, node: fx.Node) -> None:
+        whole = Everything("a tensor that is changed in place")
+        demand = whole if node in self._frozen else join(self._read[node], _shape(node))
+        self._found.of[node] = demand
+        if node.op != "call_function":
+            return
+        if isinstance(demand, Some):
+            self._some(node, demand)
+        else:
+            self._everything(node, demand)
+
+    def _some(self, node: fx.Node, demand: Some) -> None:
+        if is_part(node):
+            self._read[node.args[0]].append(demand)
+            return
+        attention = attention_in(node)
+        if attention and attention.demand(demand):
+            self._attend(attention, demand)
+            return
+        step = sliced(node, demand) if self._wishes.upstream or self._wishes.labels else None
+        if step and isinstance(step[1], Some):
+            self._read[node.args[0]].append(step[1])
+            return
+        how = passage(node, demand.dims)
+        if how is None:
+            self._found.of[node] = stop = Everything(f"{op_name(node)}{place_of(node)}")
+            self._everything(node, stop)
+            return
+        self._found.passages[node] = how
+        for given in node.all_input_nodes:
+            needed = how.needs.get(given)
+            self._read[given].append(Some(needed, demand.atoms) if needed else Everything(op_name(node)))
+
+    def _attend(self, attention: Attention, demand: Demand) -> None:
+        queries = attention.demand(demand)
+        assert queries is not None
+        self._found.of[attention.node] = queries
+        self._found.attentions[attention.node] = attention
+        self._read[attention.query].append(queries)
+        keys = attention.keys if self._wishes.padding else Everything("attention, as density.padding is off")
+        self._read[attention.key].append(keys)
+        self._read[attention.value].append(keys)
+        if attention.mask is not None:
+            self._read[attention.mask].append(Everything("the mask of attention"))
+
+    def _everything(self, node: fx.Node, demand: Demand) -> None:
+        assert isinstance(demand, Everything)
+        loss = loss_in(node) if self._wishes.labels else None
+        if loss:
+            self._found.losses[node] = loss
+            self._read[loss.scores].append(loss.demand)
+        choice = chosen(node) if self._wishes.upstream and node not in self._frozen else None
+        for given in node.all_input_nodes:
+            if choice:
+                self._read[given].append(choice)
+            elif loss is None or given is not loss.scores:
+                reader = demand.reader if demand.reader != "the model's result" else f"{op_name(node)}{place_of(node)}"
+                self._read[given].append(Everything(reader))
+
+
+def _shape(node: fx.Node) -> tuple[Any, ...]:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) and not (isinstance(value, tuple | list) and value):
+        return ()
+    return tuple(expression(size) for size in value_of(node).shape)
+
+
+def is_lasting(node: fx.Node) -> bool:
+    """Whether a node has an effect beyond its result, other than drawing random numbers."""
+    return not is_part(node) and writes(node) and getattr(node.target, "__module__", "") not in {"_operator", "math"}
+
+
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """All tensors that share memory with one that is changed in place."""
+    owner: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        looks = node.op == "call_function" and (is_view(node) or is_part(node) or _is_in_place(node))
+        first = node.all_input_nodes[0] if looks and node.all_input_nodes else node
+        owner[node] = owner.get(first, node)
+    changed = {owner[node] for node in graph.nodes if node.op == "call_function" and _is_in_place(node)}
+    return {node for node in graph.nodes if owner[node] in changed}
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def writes_into_inputs(graph: fx.Graph) -> bool:
+    """Whether a graph changes one of its inputs."""
+    return any(node.op == "placeholder" for node in _written(graph))
+
+
+def place_of(node: fx.Node) -> str:
+    """The user's line that made a node, as the end of a sentence."""
+    line = user_line(node)
+    return f" ({line})" if line else ""

@@ -1,0 +1,322 @@
+"""What is computed in front of a smaller graph, for every batch: which rows it works on, and whether it may run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ort_accel.lowering.nodes import is_part, is_random, op_name, writes
+from ort_accel.lowering.row_attention import CAUSAL, FULL, MASKED
+from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
+from ort_accel.rewrite.gradients import has_gradient
+from ort_accel.rewrite.padding import Attention
+from ort_accel.rewrite.plan import Plan, RowSet
+from ort_accel.rewrite.rows import Atom, Extent, Keys, Labelled, Lifted, Place, Shifted
+from ort_accel.rewrite.tokens import value_of
+
+aten = torch.ops.aten
+
+LEAST = 2
+"""So many rows are in every set: sizes 0 and 1 would be compiled on their own."""
+
+HEAVY = ("linear", "mm", "matmul", "convolution", "scaled_dot_product", "layer_norm")
+
+
+@dataclass
+class Batch:
+    """What was found in one batch."""
+
+    rows: list[Tensor]
+    places: list[Tensor]
+    spans: list[Tensor]
+    densities: list[tuple[int, int]]
+    """For each set, how many rows are in it, of how many."""
+    fits: bool
+    """Whether the smaller graph gives what the whole one gives. Where a query that counts has no key to look at, what
+    eager mode gives depends on padding."""
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """The inputs that the smaller graph has beside its own."""
+        return [*self.rows, *self.places, *self.spans]
+
+
+class Front:
+    """Made from a plan, called with the inputs of each batch."""
+
+    def __init__(self, plan: Plan, module: fx.GraphModule) -> None:
+        self.plan = plan
+        self._symbols = SymbolSource()
+        for position, node in enumerate(module.graph.find_nodes(op="placeholder")):
+            self._symbols.learn(position, node.meta.get("val"))
+        self._writer = _Writer(module)
+        self._links = _distinct(
+            (a, plan.set_of[a.node], core) for a in plan.demands.attentions.values() if (core := plan.core_of(a))
+        )
+        atoms = (_innermost(atom) for item in plan.sets for atom in item.atoms)
+        self._labels = list(dict.fromkeys(atom.target for atom in atoms if isinstance(atom, Labelled)))
+        self._masks = {link[0].node: self._writer.allowed(link[0]) for link in self._links}
+        self._module = self._writer.finish(self._labels, list(self._masks.values()))
+        self._sizes: dict[Any, SizeFunction] = {}
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether labels are known before the graph runs."""
+        return all(self._writer.is_known(node) for node in self._labels)
+
+    @torch.no_grad()
+    def __call__(self, inputs: Sequence[Any], with_tables: bool = True) -> Batch:
+        """Look at a batch, on the device that it is on; without tables, only at how much of it counts."""
+        device = next((item.device for item in inputs if isinstance(item, Tensor) and item.is_cuda), None)
+        with device or nullcontext():
+            return self._look(inputs, with_tables)
+
+    def _look(self, inputs: Sequence[Any], with_tables: bool) -> Batch:
+        values: dict[str, int] = {}
+        self._symbols.read(list(inputs), values)
+        found = self._module(*inputs)
+        labels = dict(zip(self._labels, found, strict=False))
+        masks = dict(zip(self._masks, found[len(labels) :], strict=True))
+        look = _Look(self, labels, masks, values)
+        keeps = look.sets()
+        if look.fits and any(keep.numel() >= LEAST > int(keep.sum()) for keep in keeps):
+            look.fills = True
+            keeps = look.sets()
+        densities = [(int(keep.sum()), keep.numel()) for keep in keeps]
+        fits = look.fits and all(count >= LEAST for count, _ in densities)
+        if not (fits and with_tables):
+            return Batch([], [], [], densities if fits else [], fits)
+        rows = [keep.nonzero().squeeze(1) for keep in keeps]
+        places = [torch.full_like(keep, -1, dtype=torch.long) for keep in keeps]
+        for place, row in zip(places, rows, strict=True):
+            place[row] = torch.arange(len(row))
+        spans = [look.spans(*run, rows) for run in self.runs]
+        return Batch(rows, places, spans, densities, True)
+
+    @property
+    def runs(self) -> list[tuple[Attention, RowSet, RowSet]]:
+        """Attention that runs by sequence; those of equal masks and rows are one."""
+        return _distinct(iter(self.plan.runs))
+
+    def run_of(self, attention: Attention) -> int:
+        """The number of the run that has the spans of an attention."""
+        keys = [_link_key(*run) for run in self.runs]
+        core = self.plan.core_of(attention)
+        assert core is not None
+        return keys.index(_link_key(attention, self.plan.set_of[attention.node], core))
+
+    def size(self, size: Extent, values: dict[str, int]) -> int:
+        """The value of a size."""
+        if isinstance(size, int):
+            return size
+        function = self._sizes.setdefault(size, SizeFunction([size]))
+        return function(values)[0]
+
+
+def _link_key(attention: Attention, queries: RowSet, keys: RowSet) -> Any:
+    return attention.mask, attention.is_causal, queries.number, keys.number
+
+
+def _distinct(links: Any) -> list[tuple[Attention, RowSet, RowSet]]:
+    return list({_link_key(*link): link for link in links}.values())
+
+
+def _innermost(atom: Atom) -> Atom:
+    return _innermost(atom.inner) if isinstance(atom, Shifted | Lifted) else atom
+
+
+class _Look:
+    """One batch while it is looked at."""
+
+    def __init__(self, front: Front, labels: dict[fx.Node, Tensor], masks: dict[fx.Node, Any], values: Any) -> None:
+        self._front, self._labels, self._masks, self._values = front, labels, masks, values
+        self._cores: dict[int, Tensor | None] = {}
+        self.fits = True
+        self.fills = False
+        """Whether labels and places take some rows more, with all that follows from them: no set may be too small."""
+
+    def _size(self, size: Extent) -> int:
+        return self._front.size(size, self._values)
+
+    def sets(self) -> list[Tensor]:
+        """For each set, which rows are in it."""
+        plan = self._front.plan
+        keeps = {item.number: self._union(item) for item in plan.sets}
+        if not self.fits:
+            return []
+        changed = True
+        while changed and self.fits:
+            changed = False
+            for attention, queries, keys in self._front._links:
+                reached = keeps[keys.number] | self._reached(attention, keeps[queries.number])
+                changed |= bool((reached != keeps[keys.number]).any())
+                keeps[keys.number] = reached
+        return [keeps[item.number] for item in plan.sets]
+
+    def _union(self, item: RowSet) -> Tensor:
+        keep = torch.zeros(self._size(item.count), dtype=torch.bool)
+        for atom in item.atoms:
+            if not isinstance(atom, Keys):
+                part = self._keep(atom)
+                if part.numel() != keep.numel():  # labels of another shape than the tokens: eager mode says so
+                    self.fits = False
+                    return keep
+                keep |= part
+        return keep
+
+    def _keep(self, atom: Atom) -> Tensor:
+        if isinstance(atom, Labelled):
+            return self._filled(self._labels[atom.target].reshape(-1) != atom.ignore_index)
+        if isinstance(atom, Place):
+            keep = torch.zeros(self._size(atom.size), dtype=torch.bool)
+            keep[atom.index] = True
+            return self._filled(keep)
+        if isinstance(atom, Lifted):
+            sizes = [self._size(size) for size in atom.sizes]
+            shape = [size if axis in atom.axes else 1 for axis, size in enumerate(sizes)]
+            return self._keep(atom.inner).view(shape).expand(sizes).flatten()
+        assert isinstance(atom, Shifted)
+        large, small = ([self._size(size) for size in sizes] for sizes in (atom.large, atom.small))
+        keep = torch.zeros(large, dtype=torch.bool)
+        keep.narrow(atom.axis, self._size(atom.start), small[atom.axis]).copy_(self._keep(atom.inner).view(small))
+        return keep.flatten()
+
+    def _filled(self, keep: Tensor) -> Tensor:
+        if self.fills and int(keep.sum()) < LEAST:
+            keep[(~keep).nonzero()[:LEAST]] = True
+        return keep
+
+    def _allowed(self, attention: Attention) -> Tensor:
+        """[batch, queries, keys], where each but the last may be 1: which keys a query may look at."""
+        shape = value_of(attention.query).shape
+        queries, keys = shape[2], value_of(attention.key).shape[2]
+        found = self._masks[attention.node]
+        if found is None:
+            found = torch.ones(1, 1, 1, self._size(expression(keys)), dtype=torch.bool)
+        if attention.is_causal:
+            square = torch.ones(self._size(expression(queries)), self._size(expression(keys)), dtype=torch.bool)
+            found = found & square.tril()
+        return found[(None,) * (4 - found.ndim)].any(1)
+
+    def _by_sequence(self, attention: Attention, keep: Tensor) -> Tensor:
+        return keep.view(self._size(expression(value_of(attention.query).shape[0])), -1)
+
+    def _reached(self, attention: Attention, queries: Tensor) -> Tensor:
+        """The keys that these queries look at. Each must have one."""
+        allowed, asking = self._allowed(attention), self._by_sequence(attention, queries)
+        self.fits &= bool((allowed.any(2) | ~asking).all())
+        if allowed.shape[1] == 1:
+            reached = allowed[:, 0] & asking.any(1, keepdim=True)
+        else:
+            reached = (allowed & asking[:, :, None]).any(1)
+        return reached.flatten()
+
+    def spans(self, attention: Attention, queries: RowSet, keys: RowSet, rows: Sequence[Tensor]) -> Tensor:
+        """For each sequence, its queries, its keys, and how these attend to those."""
+        shape = value_of(attention.query).shape
+        batch, query_length = self._size(expression(shape[0])), self._size(expression(shape[2]))
+        key_length = self._size(expression(value_of(attention.key).shape[2]))
+        own = [(queries, query_length), (keys, key_length)]
+        counts = [torch.bincount(rows[item.number] // length, minlength=batch) for item, length in own]
+        ends = [count.cumsum(0) for count in counts]
+        kinds = self._kinds(attention, *(self._dense(rows[item.number], batch, length) for item, length in own))
+        columns = [column for end, count in zip(ends, counts, strict=True) for column in (end - count, end)]
+        return torch.stack([*columns, kinds], 1)
+
+    @staticmethod
+    def _dense(rows: Tensor, batch: int, length: int) -> Tensor:
+        keep = torch.zeros(batch * length, dtype=torch.bool)
+        keep[rows] = True
+        return keep.view(batch, length)
+
+    def _kinds(self, attention: Attention, queries: Tensor, keys: Tensor) -> Tensor:
+        if attention.mask is not None and value_of(attention.mask).dtype != torch.bool:
+            return torch.full((len(queries),), MASKED)
+        mask = self._masks[attention.node]
+        if mask is not None and mask.shape[1] > 1:
+            return torch.full((len(queries),), MASKED)
+        allowed = self._allowed(attention)
+        pairs = queries[:, :, None] & keys[:, None, :]
+        is_full = (allowed | ~pairs).flatten(1).all(1)
+        kinds = torch.where(is_full, FULL, MASKED)
+        if queries.shape == keys.shape and not is_full.all():
+            below = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool).tril()
+            is_causal = ((allowed & pairs) == (below & pairs)).flatten(1).all(1) & (queries == keys).all(1)
+            kinds = torch.where(is_causal & ~is_full, CAUSAL, kinds)
+        if attention.is_causal and attention.mask is None and bool((kinds == MASKED).any()):
+            self.fits = False
+        return kinds
+
+
+class _Writer:
+    """Writes the part of a graph that needs inputs only, and what masks allow."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._owner, self._graph = module, fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        for node in module.graph.nodes:
+            if self._is_wanted(node):
+                self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
+
+    def _is_wanted(self, node: fx.Node) -> bool:
+        if node.op in {"placeholder", "get_attr"}:
+            return True
+        if node.op != "call_function" or any(given not in self._copies for given in node.all_input_nodes):
+            return False
+        if any(has_gradient(given) for given in node.all_input_nodes):
+            return False
+        name = op_name(node)
+        plain = is_part(node) or not writes(node) or isinstance(node.target, torch._ops.OpOverload)
+        is_python = getattr(node.target, "__module__", "") in {"_operator", "math"}
+        return (plain or is_python) and not is_random(node) and not any(part in name for part in HEAVY)
+
+    def is_known(self, node: fx.Node) -> bool:
+        """Whether a value can be computed in front of the graph."""
+        return node in self._copies and not has_gradient(node)
+
+    def _call(self, target: Any, *args: Any) -> fx.Node:
+        return self._graph.call_function(target, args)
+
+    def allowed(self, attention: Attention) -> fx.Node | None:
+        """A node that tells which keys a query may look at; None where a mask tells nothing."""
+        return None if attention.mask is None else self._allows(attention.mask)
+
+    def _allows(self, mask: fx.Node) -> fx.Node | None:
+        value = value_of(mask)
+        low = torch.finfo(value.dtype).min / 2 if value.is_floating_point() else 0
+        if value.dtype == torch.bool:
+            return self._copies.get(mask)
+        packet = getattr(mask.target, "overloadpacket", None)
+        if packet is aten.where and _is_low(mask.args[2], low):
+            return self._both(self._copies.get(mask.args[0]), mask.args[1], low)
+        if packet is aten.masked_fill and _is_low(mask.args[2], low) and mask.args[1] in self._copies:
+            return self._both(self._call(aten.logical_not.default, self._copies[mask.args[1]]), mask.args[0], low)
+        if packet in {aten.contiguous, aten.clone, aten.to}:
+            return self._allows(mask.args[0])
+        if packet is aten.add and all(isinstance(item, fx.Node) for item in mask.args):
+            # A bias that is learned adds to a score, and hides nothing.
+            hiding = [item for item in mask.args if not has_gradient(item)]
+            return self._both(self._allows(hiding[0]), hiding[-1], low) if hiding else None
+        return self._call(aten.gt.Scalar, self._copies[mask], low) if self.is_known(mask) else None
+
+    def _both(self, one: fx.Node | None, other: Any, low: float) -> fx.Node | None:
+        """What a condition allows and another mask does not hide; None where either is not known."""
+        if not isinstance(other, fx.Node):
+            return None if _is_low(other, low) else one
+        found = self._allows(other)
+        return None if one is None or found is None else self._call(aten.logical_and.default, one, found)
+
+    def finish(self, labels: Sequence[fx.Node], masks: Sequence[fx.Node | None]) -> fx.GraphModule:
+        """The module that gives labels and masks."""
+        self._graph.output([*(self._copies.get(node) for node in labels), *masks])
+        self._graph.eliminate_dead_code()
+        return fx.GraphModule(self._owner, self._graph)
+
+
+def _is_low(value: Any, low: float) -> bool:
+    return isinstance(value, int | float) and value <= low

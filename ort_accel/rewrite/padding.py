@@ -1,0 +1,74 @@
+"""Attention: which keys a query looks at, so that the rest need not be computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ort_accel.lowering.sizes import expression
+from ort_accel.rewrite.gradients import has_gradient
+from ort_accel.rewrite.rows import Demand, Everything, Keys, Some, lift
+from ort_accel.rewrite.tokens import value_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A `scaled_dot_product_attention` on [batch, heads, length, width]."""
+
+    node: fx.Node
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    mask: fx.Node | None
+    dropout: float
+    is_causal: bool
+    scale: Any
+
+    @property
+    def can_run_by_sequence(self) -> bool:
+        """Whether each sequence can be computed on its own, with nothing but what it needs."""
+        is_plain = value_of(self.query).shape[1] == value_of(self.key).shape[1]
+        needs_gradient = self.mask is not None and has_gradient(self.mask)
+        return is_plain and not needs_gradient
+
+    def demand(self, of_result: Demand) -> Some | None:
+        """The rows of the queries; None where all are needed."""
+        if isinstance(of_result, Everything) or not set(of_result.dims) <= {0, 2}:
+            return None
+        shape = value_of(self.query).shape
+        lifted = lift(of_result, (0, 2), (expression(shape[0]), expression(shape[2])))
+        return lifted if isinstance(lifted, Some) else None
+
+    @property
+    def keys(self) -> Some:
+        """The rows of keys and values that are looked at."""
+        return Some((0, 2), frozenset([Keys(self.node)]))
+
+
+def attention_in(node: fx.Node) -> Attention | None:
+    """The attention that a node is, if it is one."""
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return None
+    names = [argument.name for argument in node.target._schema.arguments]
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
+    parts = [given["query"], given["key"], given["value"]]
+    if any(value_of(item).ndim != 4 for item in parts) or given.get("enable_gqa", False):
+        return None
+    if expression(value_of(parts[0]).shape[0]) != expression(value_of(parts[1]).shape[0]):
+        return None
+    mask = given.get("attn_mask")
+    if mask is not None and value_of(mask).ndim != 4:
+        return None
+    causal, dropout = given.get("is_causal", False), given.get("dropout_p", 0.0)
+    query, key, value = parts
+    return Attention(node, query, key, value, mask, dropout, causal, given.get("scale"))
+
+
+def flat_heads(dense: Tensor) -> Tensor:
+    """[batch, heads, length, width] as rows of [heads, width]."""
+    return dense.transpose(1, 2).flatten(0, 1)
