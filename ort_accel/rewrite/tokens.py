@@ -239,7 +239,8 @@ def reduction(node: fx.Node, dims: Dims) -> Passage | None:
     rank = _rank(given)
     wish: Any = node.args[1]
     over = [dim % rank for dim in (wish if isinstance(wish, list | tuple) else [wish])]
-    keep = bool(node.args[schema.index("keepdim")]) if len(node.args) > schema.index("keepdim") else False
+    at = schema.index("keepdim")
+    keep = bool(node.args[at] if len(node.args) > at else node.kwargs.get("keepdim", False))
     inner = dims if keep else tuple(rest_of(rank, tuple(over))[dim] for dim in dims)
     if not over or set(over) & set(inner):
         return None
