@@ -81,8 +81,7 @@ class Packing(fx.Interpreter):
         some, rows = self._demands.rows(node), self._plan.set_of[node]
         assert some is not None
         if is_part(node):
-            whole = self.env[node.args[0]]
-            return Packed(self._at(Packed(whole.tensor[node.args[1]], whole.dims, whole.rows), rows), some.dims, rows)
+            return Packed(self._part(node, some.dims, rows), some.dims, rows)
         attention = self._demands.attentions.get(node)
         if attention:
             return Packed(self._attend(attention, rows), some.dims, rows)
@@ -91,6 +90,12 @@ class Packing(fx.Interpreter):
         how = self._demands.passages[node]
         made = how.make(_Inputs(self, node, rows, how.needs))
         return Packed(made, some.dims, rows)
+
+    def _part(self, node: fx.Node, dims: Dims, rows: RowSet) -> Tensor:
+        whole, index = self.env[node.args[0]], node.args[1]
+        if not isinstance(whole, Packed):
+            return self._pack(whole[index], dims, rows)
+        return self._of(node, Packed(whole.tensor[index], whole.dims, whole.rows), dims, rows)
 
     # Inputs of operators
 
@@ -115,8 +120,13 @@ class Packing(fx.Interpreter):
         key = (node, dims, rows.number)
         if key not in self._known:
             value = self.env[node]
-            self._known[key] = self._at(value, rows) if isinstance(value, Packed) else self._pack(value, dims, rows)
+            is_packed = isinstance(value, Packed)
+            self._known[key] = self._of(node, value, dims, rows) if is_packed else self._pack(value, dims, rows)
         return self._known[key]
+
+    def _of(self, node: fx.Node, value: Packed, dims: Dims, rows: RowSet) -> Tensor:
+        """A packed value for rows along these dimensions; others read its rows along more of them."""
+        return self._at(value, rows) if value.dims == dims else self._pack(self._unpacked(node, value), dims, rows)
 
     def _pack(self, dense: Tensor, dims: Dims, rows: RowSet) -> Tensor:
         flat = dense.permute([*dims, *rest_of(dense.ndim, dims)]).flatten(0, len(dims) - 1)
@@ -167,7 +177,8 @@ class Packing(fx.Interpreter):
         return losses.reshape([self.size(expression(size)) for size in value_of(node).shape])
 
     def _chooses(self, node: fx.Node) -> bool:
-        return node.target is aten.select.int and isinstance(self.env.get(node.args[0]), Packed)
+        value = self.env.get(node.args[0])
+        return node.target is aten.select.int and isinstance(value, Packed) and value.dims == (0, 1)
 
     def _chosen(self, node: fx.Node) -> Tensor:
         """One token of each sequence, from packed tokens."""
@@ -198,8 +209,9 @@ class Packing(fx.Interpreter):
             place = place + first if d == dim % len(small) else place
             flat = flat * self.size(expression(large[d])) + place
         value = self.env[given]
-        if not isinstance(value, Packed):
-            dense = value.permute([*dims, *rest_of(value.ndim, dims)]).flatten(0, len(dims) - 1)
+        if not isinstance(value, Packed) or value.dims != dims:
+            dense = self._dense(given)
+            dense = dense.permute([*dims, *rest_of(dense.ndim, dims)]).flatten(0, len(dims) - 1)
             whole = torch.full([dense.shape[0]], -1, dtype=torch.long)
             return own.rows_of(dense, flat, whole.index_copy(0, flat, self._numbers(rows)))
         numbers = self.places(value.rows).index_select(0, flat)

@@ -261,6 +261,16 @@ def concatenation(node: fx.Node, dims: Dims) -> Passage | None:
     return Passage(dict.fromkeys(parts, dims), lambda source: torch.cat([source.packed(part) for part in parts], place))
 
 
+@works_on(aten.stack)
+def stack(node: fx.Node, dims: Dims) -> Passage | None:
+    parts: Any = node.args[0]
+    dim = int(node.args[1]) % _rank(node) if len(node.args) > 1 else 0
+    if dim in dims:
+        return None
+    inner, place = tuple(d - (d > dim) for d in dims), packed_dim(dim, dims)
+    return Passage(dict.fromkeys(parts, inner), lambda source: torch.stack([source.packed(x) for x in parts], place))
+
+
 @works_on(aten.slice)
 def part(node: fx.Node, dims: Dims) -> Passage | None:
     given: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
