@@ -17,6 +17,7 @@ from ort_accel.lowering.nodes import is_part, is_random
 from ort_accel.lowering.row_operators import own
 from ort_accel.lowering.sizes import expression
 from ort_accel.rewrite.front import Front
+from ort_accel.rewrite.labels import Loss
 from ort_accel.rewrite.padding import Attention, flat_heads
 from ort_accel.rewrite.plan import RowSet
 from ort_accel.rewrite.rows import Extent
@@ -70,8 +71,9 @@ class Packing(fx.Interpreter):
             return None
         if node in self._plan.set_of:
             return self._packed_call(node)
-        if node in self._demands.losses:
-            return self._loss(node)
+        loss = self._demands.losses.get(node)
+        if loss and (some := self._demands.rows(loss.scores)) and some.dims == loss.demand.dims:
+            return self._loss(loss)
         if self._chooses(node):
             return self._chosen(node)
         args, kwargs = (fx.map_arg(item, self._dense) for item in (node.args, node.kwargs))
@@ -164,17 +166,15 @@ class Packing(fx.Interpreter):
 
     # Operators with rules of their own
 
-    def _loss(self, node: fx.Node) -> Tensor:
-        loss = self._demands.losses[node]
-        rows, some = self._plan.set_of[loss.scores], self._demands.rows(loss.scores)
-        assert some is not None
-        scores = self.packed(loss.scores, some.dims, rows)
+    def _loss(self, loss: Loss) -> Tensor:
+        rows, dims = self._plan.set_of[loss.scores], loss.demand.dims
+        scores = self.packed(loss.scores, dims, rows)
         target = own.rows_of(self._dense(loss.target).reshape(-1), self.rows(rows), self.places(rows))
         value = loss.of_rows(scores, target, lambda item: fx.map_arg(item, self._dense))
         if loss.reduction != 0:
             return value
         losses = own.rows_into(value, self.rows(rows), self.places(rows), self.size(rows.count))
-        return losses.reshape([self.size(expression(size)) for size in value_of(node).shape])
+        return losses.reshape([self.size(expression(size)) for size in value_of(loss.node).shape])
 
     def _chooses(self, node: fx.Node) -> bool:
         value = self.env.get(node.args[0])

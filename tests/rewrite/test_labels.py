@@ -131,6 +131,25 @@ def test_labels_that_the_model_makes_leave_nothing_out() -> None:
     assert ours.reasons == ["the labels are computed from what the model computes"]
 
 
+class Pair(nn.Module):
+    """A classifier of whole rows that returns its scores; rows without a label count for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        scores = self.head(self.body(x)[:, 0])
+        return torch.cat([F.cross_entropy(scores, labels).view(1), scores.flatten()])
+
+
+def test_scores_that_are_results_are_those_of_all_rows() -> None:
+    ours = rewritten(Pair(), torch.randn(4, 5, 6), torch.tensor([3, -100, 1, 2]))
+    assert ours.ran == {"some rows": 1}
+    assert ours.kept() == [(4, 20)], "the first of each row"
+
+
 def test_what_reads_all_scores_beside_the_loss_keeps_all_rows() -> None:
     module = Head(lambda scores, labels: F.cross_entropy(*flat(scores, labels)) + scores.logsumexp(-1).square().mean())
     ours = rewritten(module, *batch(4, 8, 0.25))
