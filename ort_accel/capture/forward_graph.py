@@ -60,8 +60,10 @@ class Tracer:
         self._tables = [self.table(f"rows_{number}", table) for number, table in enumerate(tables)]
         smaller = self.trace(lambda *arguments: write(arguments), self._tables)
         smaller.meta = module.meta
-        constants = {name: ConstantSource(name) for name, _ in smaller.named_buffers()}  # numbers stored into tensors
-        smaller._param_name_to_source = module._param_name_to_source | constants
+        sources: Any = module._param_name_to_source
+        for name, _ in smaller.named_buffers():  # numbers that are stored into tensors
+            sources = sources | {name: ConstantSource(name)}
+        smaller._param_name_to_source = sources
         sources = iter(module.graph.find_nodes(op="placeholder"))
         for node in smaller.graph.find_nodes(op="placeholder"):
             source = next(sources, None)
