@@ -56,7 +56,6 @@ def test_a_single_token_is_computed_with_two_others() -> None:
     ours = rewritten(module, torch.randn(3, 7, WIDTH))
     assert_as_eager(module, ours, torch.randn(1, 7, WIDTH))
     assert ours.kept() == [(3, 7)]
-    assert len(ours.graphs) == 1
 
 
 @pytest.mark.parametrize(
