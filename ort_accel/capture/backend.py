@@ -20,6 +20,7 @@ from ort_accel.capture.randomness import split_dropout
 from ort_accel.capture.refusals import refuse_forbidden
 from ort_accel.capture.skipping import Skipping, SkippingPolicy, Smaller, hints, tables_of
 from ort_accel.config import Config, load_config
+from ort_accel.errors import OrtAccelError
 from ort_accel.lowering.casts import propagate_casts
 from ort_accel.lowering.lower_graph import Lowering, lower_graph
 from ort_accel.lowering.program import Program
@@ -81,6 +82,8 @@ class Backend:
         tracer = Tracer(inputs)
         try:
             found = self._smaller(module, inputs, tracer)
+        except OrtAccelError:
+            raise
         except Exception as error:  # a model that cannot be analysed runs whole, and the report says why
             tracer.conditions()
             policy.refused(error)
@@ -101,7 +104,9 @@ class Backend:
         batch = proposal.front(hints(inputs))
         if not policy.wants_compact(proposal, batch):
             return Smaller(proposal)
-        tables = tables_of(batch)
+        tables = tables_of(batch) if batch.fits else proposal.front.example(hints(inputs))
+        if not tables:
+            return Smaller(proposal)
         return Smaller(proposal, tracer.smaller(module, proposal.write, tables), tables)
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

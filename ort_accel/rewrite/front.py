@@ -98,6 +98,17 @@ class Front:
         spans = [look.spans(*run, rows) for run in self.runs]
         return Batch(rows, places, spans, densities, True)
 
+    def example(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """Tables of the right form, with every row in every set; none where there are too few rows."""
+        values: dict[str, int] = {}
+        self._symbols.read(list(inputs), values)
+        counts = [self.size(item.count, values) for item in self.plan.sets]
+        batches = [self.size(expression(value_of(run[0].query).shape[0]), values) for run in self.runs]
+        if any(count < LEAST for count in counts):
+            return []
+        rows, places = ([torch.arange(count) for count in counts] for _ in range(2))
+        return [*rows, *places, *(torch.zeros(batch, 5, dtype=torch.long) for batch in batches)]
+
     @property
     def runs(self) -> list[tuple[Attention, RowSet, RowSet]]:
         """Attention that runs by sequence; those of equal masks and rows are one."""
