@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ort_accel.lowering.nodes import is_part, is_view
+from ort_accel.lowering.nodes import is_part, is_random, is_view
+from ort_accel.lowering.row_operators import own
 from ort_accel.recompute.graph import is_tensor, owner, whole
 
 aten = torch.ops.aten
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 WHOLE_NORMS = {aten.native_layer_norm, aten._fused_rms_norm, aten.rms_norm}
 SUMS = {aten.add}
 SOFTMAXES = {aten._softmax, aten._safe_softmax}
-STEPS = {aten._to_copy, aten.native_dropout_backward}
+STEPS = {aten._to_copy, aten.native_dropout_backward, own.rows_of, own.rows_into, aten.index_select}
 """What a stream passes through between a norm and a sum, besides views; the second is how dropout is written."""
 _MOST_USERS = 16
 
@@ -116,10 +117,28 @@ def _sums_of(node: fx.Node) -> list[fx.Node]:
         packet = getattr(user.target, "overloadpacket", None)
         if packet in SUMS:
             others += [item for item in user.all_input_nodes if item not in seen]
-        elif (is_view(user) or packet in STEPS) and user not in seen:
+        elif (is_view(user) or packet in STEPS or _is_dropout(user)) and user not in seen:
             seen.add(user)
             pending += list(user.users)[:_MOST_USERS]
     return others
+
+
+def _is_dropout(node: fx.Node) -> bool:
+    """Whether a node multiplies by a mask that was drawn, as a dropout is written where only some rows are computed."""
+    is_product = getattr(node.target, "overloadpacket", None) is aten.mul
+    return is_product and any(_is_drawn(item) for item in node.all_input_nodes)
+
+
+def _is_drawn(node: fx.Node) -> bool:
+    """Whether a value is what was drawn at random, cast, scaled, or in part."""
+    while not is_random(node):
+        packet = getattr(node.target, "overloadpacket", None)
+        tensors = [item for item in node.all_input_nodes if is_tensor(item)]
+        is_scaled = packet is aten.mul and len(tensors) == 1
+        if not tensors or not (is_scaled or is_view(node) or packet in STEPS):
+            return False
+        node = tensors[0]
+    return True
 
 
 def _reached(forward: Sequence[fx.Node], sources: Sequence[fx.Node]) -> dict[fx.Node, int]:
