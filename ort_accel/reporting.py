@@ -222,6 +222,17 @@ class PlanRow:
     """Types and sizes of what it saves, in one place."""
 
 
+@dataclass(frozen=True)
+class Peak:
+    """The most memory of a step, predicted for one choice of what is computed again."""
+
+    bytes: int
+    resident: int
+    """Those of parameters, buffers, inputs and optimizer states, which are there all the time."""
+    cost_ms: float
+    """Milliseconds that computing again takes in every step, estimated."""
+
+
 @dataclass
 class GraphMemory:
     """What one pair of forward and backward graphs keeps, computes again, and takes."""
@@ -240,6 +251,9 @@ class GraphMemory:
     """Milliseconds that this takes in every step, estimated."""
     symbols: dict[str, int] = field(default_factory=dict)
     """The sizes that can change, as they were."""
+    frontier: list[Peak] = field(default_factory=list)
+    """The choices that were tried, the last one made; the first one computes nothing again that the model does not ask
+    for. Empty where nobody asked for predictions."""
 
 
 class Watcher(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import finalize
 
@@ -21,7 +22,7 @@ from ort_accel.capture.refusals import refuse_forbidden
 from ort_accel.capture.skipping import Skipping, SkippingPolicy, Smaller, hints, tables_of
 from ort_accel.config import Config, load_config
 from ort_accel.lowering.casts import propagate_casts
-from ort_accel.lowering.lower_graph import Lowering, lower_graph
+from ort_accel.lowering.lower_graph import Lowering, foreseen, lower_graph
 from ort_accel.lowering.program import Program
 from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.logs import configure
@@ -60,7 +61,8 @@ class Backend:
             tuner=tuner(config, runtime, settings, report),
         )
         self.skipping = SkippingPolicy(config, self.report)
-        self.recompute = Recompute(config.memory, report)
+        cutter = partial(foreseen, lowering=self.lowering)
+        self.recompute = Recompute(config.memory, report, cutter, predicts=config.observe.memory_stats)
         self._graphs = 0
         self._is_broken = False
         self.report_file = self._report_file()
