@@ -233,6 +233,17 @@ class Peak:
     """Milliseconds that computing again takes in every step, estimated."""
 
 
+@dataclass(frozen=True)
+class MeasuredPeak:
+    """The most memory of a step, as it was measured."""
+
+    step: int
+    held: int
+    """Bytes of parameters, buffers, optimizer states and gradients that were there before the step."""
+    bytes: int
+    """By how many bytes the resident set of the process grew in the step at most."""
+
+
 @dataclass
 class GraphMemory:
     """What one pair of forward and backward graphs keeps, computes again, and takes."""
@@ -289,6 +300,7 @@ class Report:
     inspection: Inspection | None = None
     memory: dict[str, GraphMemory] = field(default_factory=dict)
     """For each forward graph with a backward: what it keeps and takes."""
+    measured_peak: MeasuredPeak | None = None
     watchers: list[Watcher] = field(default_factory=list, repr=False, compare=False)
     _fallbacks: Counter[tuple[str, Reason, str]] = field(default_factory=Counter)
     _places: dict[tuple[str, Reason, str], str] = field(default_factory=dict)
@@ -364,6 +376,7 @@ class Report:
             ],
             "races": [asdict(item) for item in self.races],
             "memory": [asdict(item) for item in self.memory.values()],
+            "measured_peak": asdict(self.measured_peak) if self.measured_peak else None,
             "timings": dict(self.timings),
             "counters": dict(self.counters),
             "notes": list(self.notes),
