@@ -104,6 +104,15 @@ class ModelCall:
         if self.backend.inspector is not None:
             self.backend.inspector.call(self._model, args, kwargs)
 
+        if self.backend.memory_watch is not None and torch.is_grad_enabled():
+            self.backend.memory_watch.before_forward(self._model)
+
+    def end(self, outputs: Any) -> Any:
+        """Told of what a call gave, which it returns."""
+        if self.backend.memory_watch is not None and torch.is_grad_enabled():
+            self.backend.memory_watch.after_forward(outputs)
+        return outputs
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
         raise NotImplementedError
@@ -124,9 +133,10 @@ class CompiledCall(ModelCall):
         self._call = Compiled(model._call_impl, type(model).__name__, backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            self.begin(args, kwargs)
-        return self._call(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._call(*args, **kwargs)
+        self.begin(args, kwargs)
+        return self.end(self._call(*args, **kwargs))
 
     def anew(self, model: nn.Module) -> CompiledCall:
         return CompiledCall(model, self.backend)

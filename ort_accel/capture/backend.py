@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import finalize
 
@@ -22,10 +23,11 @@ from ort_accel.capture.skipping import Skipping, SkippingPolicy, Smaller, hints,
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.lowering.casts import propagate_casts
-from ort_accel.lowering.lower_graph import Lowering, lower_graph
+from ort_accel.lowering.lower_graph import Lowering, foreseen, lower_graph
 from ort_accel.lowering.program import Program
 from ort_accel.observe.density import DensityInspector
-from ort_accel.observe.logs import configure
+from ort_accel.observe.logs import configure, speaks
+from ort_accel.observe.memory_watch import MemoryWatch
 from ort_accel.observe.progress import Progress
 from ort_accel.observe.report_file import ReportFile
 from ort_accel.recompute.optimizer import Recompute
@@ -34,6 +36,7 @@ from ort_accel.reporting import Report
 from ort_accel.rewrite.pipeline import NothingToSkip, propose
 from ort_accel.runtime.cache import ModelCache
 from ort_accel.runtime.flavor import Flavor
+from ort_accel.runtime.pool import release_unused
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import ModelFolder, Sessions
 
@@ -61,10 +64,12 @@ class Backend:
             tuner=tuner(config, runtime, settings, report),
         )
         self.skipping = SkippingPolicy(config, self.report)
-        self.recompute = Recompute(config.memory, report)
+        cutter = partial(foreseen, lowering=self.lowering)
+        self.recompute = Recompute(config.memory, report, cutter, predicts=config.observe.memory_stats)
         self._graphs = 0
         self._is_broken = False
         self.report_file = self._report_file()
+        self.memory_watch = self._memory_watch()
         inspect = config.density.inspect
         self.inspector = DensityInspector(report, config.density.inspect_every, level) if inspect else None
 
@@ -121,6 +126,16 @@ class Backend:
             keep_inference_input_mutations=True,
         )
         return compile_graph(module, inputs)
+
+    def _memory_watch(self) -> MemoryWatch | None:
+        """What follows the memory of steps, where that is asked for or a budget is to be held."""
+        wished = self.config.observe.memory_stats
+        if not wished and self.config.memory.budget is None:
+            return None
+        prints = wished and speaks(self.config.observe.log_level)
+        watch = MemoryWatch(self.report, release_unused, prints)
+        finalize(self, watch.close)
+        return watch
 
     def _report_file(self) -> ReportFile | None:
         """Where the report goes: at the latest when this backend, or the process, comes to its end."""

@@ -70,8 +70,10 @@ OBEYED = (
     "memory.plans",
     "memory.plan_file",
     "memory.probe",
+    "memory.budget",
     "observe.log_level",
     "observe.report_file",
+    "observe.memory_stats",
     "observe.activation_statistics",
 )
 """Keys whose every value is obeyed, or refused where it is read."""
@@ -82,11 +84,9 @@ MISSING: dict[str, Any] = {
     "compute.conv_algorithm": "heuristic",
     "compute.loss_in_graph": False,
     "compute.triton.enabled": False,
-    "memory.budget": None,
     "memory.early_gradient_release": False,
     "memory.external_allocator": False,
     "optimizer.step_in_backward": False,
-    "observe.memory_stats": False,
 }
 """Features that this version does not have, with the value that does without them."""
 
@@ -256,7 +256,12 @@ def _record_memory(config: Config, report: Report) -> None:
     if memory.level in ways:
         report.applied("memory.level", f"{memory.level}: {ways[memory.level]}")
     else:
-        report.off("memory.level", "nothing is computed again but what plans or the model ask for")
+        budgeted = "the budget decides" if memory.budget else ""
+        report.off("memory.level", budgeted or "nothing is computed again but what plans or the model ask for")
+    kept = f"the least is computed again that keeps the peak of a step within {memory.budget}" if memory.budget else ""
+    _record_wish("memory.budget", kept, report)
+    stats = "four phases of a step: the first ten steps, then at powers of two" if config.observe.memory_stats else ""
+    _record_wish("observe.memory_stats", stats, report)
     _record_wish("memory.plans", ", ".join(memory.plans), report)
     _record_wish("memory.plan_file", f"plans are read from {memory.plan_file}" if memory.plan_file else "", report)
 

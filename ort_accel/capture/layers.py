@@ -64,7 +64,7 @@ class LayeredCall(ModelCall):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.begin(args, kwargs)
-        return self._model_call(*args, **kwargs)
+        return self.end(self._model_call(*args, **kwargs))
 
     def anew(self, model: nn.Module) -> LayeredCall:
         return LayeredCall(model, self.backend, self._layers, self._undo)

@@ -75,6 +75,13 @@ def _cuts(graph: fx.Graph, assignment: Assignment, lowering: Lowering) -> list[C
     return merged.cuts
 
 
+def foreseen(module: fx.GraphModule, lowering: Lowering) -> list[Cut]:
+    """The segments that a graph would be cut into, without measuring anything. The graph is rewritten on the way."""
+    if lowering.fusions:
+        fuse(module.graph, Report())
+    return _cuts(module.graph, assign(module.graph, lowering.assigner.refusal), lowering)
+
+
 def _trial(
     module: fx.GraphModule, lowering: Lowering, name: str, bound: Callable[[fx.Node], bool], assignment: Assignment
 ) -> Program:
