@@ -191,12 +191,14 @@ def disk(tmp_path):
     yield mount
     if folder.is_mount():
         subprocess.run(["umount", str(folder)], check=True)
+    assert not folder.is_mount()
 
 
 @pytest.mark.parametrize("options", ["size=4k", "nr_inodes=2"], ids=["no room for a model", "no room for a file"])
 def test_a_full_disk_is_said_and_trained_with(disk, options):
+    folder = disk(options)
     for _ in range(2):
-        report, expected, got = train_once(disk(options))
+        report, expected, got = train_once(folder)
         torch.testing.assert_close(got, expected)
         assert any("No space left on device; nothing is kept" in note for note in report.notes)
         assert report.fallbacks == []
