@@ -41,12 +41,13 @@ from ort_accel.runtime.sessions import ModelFolder, Sessions
 class Backend:
     """Compiles the graphs of one model. Dynamo calls it once for each graph and set of shapes."""
 
-    def __init__(self, config: Config, report: Report, parameters_stay: bool = True) -> None:
-        """`parameters_stay` says that the memory of parameters is in place from step to step, and may be held."""
+    def __init__(self, config: Config, report: Report, parameters_stay: bool = True, zero3: bool = False) -> None:
+        """`parameters_stay` says that the memory of parameters is in place from step to step, and may be held; `zero3`,
+        that ZeRO stage 3 is what moves it."""
         self.config, self.report = config, report
         self._parameters_stay = parameters_stay
         runtime, settings = chosen_runtime(config), session_settings(config)
-        record_features(config, runtime, settings, report, partitioned=not parameters_stay)
+        record_features(config, runtime, settings, report, partitioned=zero3)
         level = config.observe.log_level
         configure(level)
         self.progress = Progress(report, level)
