@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-STOPPED = -signal.SIGABRT
-
 GRACE = 20.0
 """Seconds that the others have once a process has failed."""
 
@@ -23,18 +21,10 @@ def free_port():
 
 
 def run_ranks(module, *arguments, ranks=2, timeout=200.0, **variables):
-    """Run `python -m module RANK arguments...` in each of some processes; fails with the output of all of them."""
-    ends = ends_of_ranks(module, *arguments, ranks=ranks, timeout=timeout, **variables)
-    assert not any(code for code, _ in ends), "\n".join(
-        f"rank {rank} ended with {code}\n{text}" for rank, (code, text) in enumerate(ends)
-    )
-
-
-def ends_of_ranks(module, *arguments, ranks=2, timeout=200.0, **variables):
-    """Run such processes; returns the exit code of each, and the end of what it said.
+    """Run `python -m module RANK arguments...` in each of some processes; fails with the output of all of them.
 
     A process that has not ended in time, or not soon after another one failed, is stopped with the stacks of all its
-    threads, and its code is `STOPPED`.
+    threads.
     """
     common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **variables}
@@ -49,7 +39,8 @@ def ends_of_ranks(module, *arguments, ranks=2, timeout=200.0, **variables):
         _wait(processes, timeout)
         codes = [process.returncode for process in processes]
         said = [output.read_text()[-6000:] for output in outputs]
-    return list(zip(codes, said, strict=True))
+    ends = [f"rank {rank} ended with {code}\n{text}" for rank, (code, text) in enumerate(zip(codes, said, strict=True))]
+    assert not any(codes), "\n".join(ends)
 
 
 def _wait(processes, timeout):

@@ -1,7 +1,6 @@
 """A run that ONNX Runtime ended is remembered, and a model that ended two goes to PyTorch."""
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -18,11 +17,8 @@ from ort_accel.runtime import journal
 from ort_accel.runtime.cache import ModelKeys
 from ort_accel.runtime.journal import CrashJournal, EndedBefore
 from ort_accel.runtime.session import Session
+from tests.forked import START
 
-START = multiprocessing.get_context("forkserver")
-START.set_forkserver_preload(
-    [__name__, "ort_accel.engine", "torch._dynamo.convert_frame", "torch._functorch.aot_autograd"]
-)
 KEYS = ModelKeys("context")
 
 
