@@ -33,6 +33,7 @@ class Reason(StrEnum):
     GRAPH_BREAK = "not captured"
     WISH = "asked for in the configuration"
     FAILED = "failed in ONNX Runtime"
+    ENDED_RUNS = "ended earlier runs in ONNX Runtime"
 
     @property
     def is_choice(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ort_accel.capture.backend import Backend
+from ort_accel.capture.checks import Checks
 from ort_accel.capture.dynamo import GraphBreaks, capturing, graph_breaks_in
 from ort_accel.capture.skipping import Mode
 from ort_accel.runtime.unread import UnreadTensor, read_all
@@ -65,6 +67,7 @@ class Compiled:
         self._calls: dict[Mode | None, Callable[..., Any]] = {}
         self._open_sizes = OpenSizes() if backend.config.engine.dynamic_shapes == "auto" else None
         self._breaks = GraphBreaks()
+        self._checks = Checks(call, backend.report) if backend.config.engine.skip_checks else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -79,7 +82,8 @@ class Compiled:
         backend = self._backend
         with capturing(), graph_breaks_in(backend.report, self._breaks, backend.policy.check):
             mode = backend.skipping.mode
-            result = self._compiled(mode)(*args, **kwargs)
+            with self._checks.skipped_where_known(leaves, mode) if self._checks else nullcontext():
+                result = self._compiled(mode)(*args, **kwargs)
             if mode is None:  # the first batch has decided, and what was compiled is for that mode
                 self._calls[backend.skipping.mode] = self._calls.pop(None)
             return result

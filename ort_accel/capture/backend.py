@@ -34,8 +34,9 @@ from ort_accel.recompute.optimizer import Recompute
 from ort_accel.recompute.partition import Pair
 from ort_accel.reporting import Report
 from ort_accel.rewrite.pipeline import NothingToSkip, propose
-from ort_accel.runtime.cache import ModelCache
+from ort_accel.runtime.cache import ModelCache, ModelKeys
 from ort_accel.runtime.flavor import Flavor
+from ort_accel.runtime.journal import CrashJournal
 from ort_accel.runtime.pool import release_unused
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import ModelFolder, Sessions
@@ -44,24 +45,26 @@ from ort_accel.runtime.sessions import ModelFolder, Sessions
 class Backend:
     """Compiles the graphs of one model. Dynamo calls it once for each graph and set of shapes."""
 
-    def __init__(self, config: Config, report: Report, parameters_stay: bool = True) -> None:
-        """`parameters_stay` says that the memory of parameters is in place from step to step, and may be held."""
+    def __init__(self, config: Config, report: Report, parameters_stay: bool = True, zero3: bool = False) -> None:
+        """`parameters_stay` says that the memory of parameters is in place from step to step, and may be held; `zero3`,
+        that ZeRO stage 3 is what moves it."""
         self.config, self.report = config, report
         self._parameters_stay = parameters_stay
         runtime, settings = chosen_runtime(config), session_settings(config)
-        record_features(config, runtime, settings, report, partitioned=not parameters_stay)
+        record_features(config, runtime, settings, report, partitioned=zero3)
         level = config.observe.log_level
         configure(level)
         self.progress = Progress(report, level)
         self.policy = FallbackPolicy(config, report)
+        sessions = self._sessions(runtime, settings)
         self.lowering = Lowering(
-            sessions=Sessions(settings, self._cache(runtime, settings), self._folder()),
+            sessions=sessions,
             opset=opset(config, runtime),
             report=report,
             unwanted=frozenset(config.engine.run_in_pytorch),
             failed=self.policy.failed,
             fusions=config.compute.fusions is not False,
-            tuner=tuner(config, runtime, settings, report),
+            tuner=tuner(config, runtime, sessions.without_trace(), report),
         )
         self.skipping = SkippingPolicy(config, self.report)
         cutter = partial(foreseen, lowering=self.lowering)
@@ -145,11 +148,13 @@ class Backend:
         finalize(self, file.write_if_due)
         return file
 
-    def _cache(self, runtime: Flavor, settings: SessionSettings) -> ModelCache | None:
-        if self.config.engine.cache_dir is None:
-            return None
-        context = f"{runtime.distribution} {runtime.version}\ntorch {torch.__version__}\n{settings}"
-        return ModelCache(self.config.engine.cache_dir, context, self.report)
+    def _sessions(self, runtime: Flavor, settings: SessionSettings) -> Sessions:
+        folder = self.config.engine.cache_dir
+        if folder is None:
+            return Sessions(settings, folder=self._folder())
+        keys = ModelKeys(f"{runtime.distribution} {runtime.version}\ntorch {torch.__version__}\n{settings}")
+        cache, journal = ModelCache(folder, keys, self.report), CrashJournal(folder, keys, self.report)
+        return Sessions(settings, cache, self._folder(), journal)
 
     def _folder(self) -> ModelFolder | None:
         engine = self.config.engine

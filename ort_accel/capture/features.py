@@ -36,6 +36,7 @@ OBEYED = (
     "engine.deterministic",
     "engine.custom_autograd",
     "engine.allow_checkpoint",
+    "engine.skip_checks",
     "precision.cast_propagation.level",
     "compute.fusions",
     "compute.attention",
@@ -79,7 +80,6 @@ OBEYED = (
 """Keys whose every value is obeyed, or refused where it is read."""
 
 MISSING: dict[str, Any] = {
-    "engine.skip_checks": False,
     "precision.cache_cast_weights": False,
     "compute.conv_algorithm": "heuristic",
     "compute.loss_in_graph": False,
@@ -189,6 +189,8 @@ def _record_engine(config: Config, settings: SessionSettings, report: Report) ->
         report.applied("engine.fallback", f"PyTorch runs what ONNX Runtime cannot, and it is said {where}")
     _record_wish("engine.run_in_pytorch", ", ".join(engine.run_in_pytorch), report)
     _record_wish("engine.cache_dir", f"models are kept in {engine.cache_dir}" if engine.cache_dir else "", report)
+    unseen = "a kind of call that was checked is not checked again; changes of the model go unseen"
+    _record_wish("engine.skip_checks", unseen if engine.skip_checks else "", report)
     _record_wish("engine.save_onnx", f"models are written to {engine.save_onnx}" if engine.save_onnx else "", report)
     if settings.deterministic:
         report.applied("engine.deterministic", "the same seed gives the same bits")

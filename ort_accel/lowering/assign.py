@@ -10,13 +10,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ort_accel.lowering.nodes import fakes_in, is_random, is_watched, writes
+from ort_accel.lowering.nodes import fakes_in, is_random, is_watched, op_name, writes
 from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, Operand, Slower, describe
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.lowering.sizes import expression
 from ort_accel.lowering.slower import slower
 from ort_accel.reporting import Reason
-from ort_accel.runtime.session import Session, SessionSettings
+from ort_accel.runtime.journal import EndedBefore
+from ort_accel.runtime.sessions import Sessions
 
 aten = torch.ops.aten
 
@@ -46,6 +47,7 @@ class Assigner:
     """Decides node by node, trying each kind of node once in a model of its own."""
 
     opset: int
+    sessions: Sessions
     unwanted: frozenset[str] = frozenset()
     for_speed: bool = True
     """Leave to PyTorch what it was measured to run faster."""
@@ -103,11 +105,13 @@ class Assigner:
             for output, (_, fake) in zip(outputs, made_values, strict=True):
                 describe(output, fake)  # a kernel whose result has another type than PyTorch's is refused
             model = ir.to_proto(graph.model(outputs, "trial")).SerializeToString()
-            Session(model, [], [], SessionSettings(threads=1, optimize=False, log_severity=4))
+            self.sessions.try_out(model, f"{op_name(node)} by itself")
         except Slower as error:
             return Refusal(Reason.SLOWER, str(error))
         except NotLowerable as error:
             return Refusal(Reason.UNSUPPORTED_OP, str(error))
+        except EndedBefore as error:
+            return Refusal(Reason.ENDED_RUNS, str(error))
         except Exception as error:
             return Refusal(Reason.UNSUPPORTED_DTYPE, short(error))
         return None

@@ -21,6 +21,7 @@ from ort_accel.lowering.segments import Assignment, Body, Cut, assign, body_of, 
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
 from ort_accel.lowering.tune.choose import Tuner
 from ort_accel.reporting import Reason, Report, Runner, Segment
+from ort_accel.runtime.journal import EndedBefore
 from ort_accel.runtime.sessions import Sessions
 
 
@@ -43,7 +44,7 @@ class Lowering:
     assigner: Assigner = field(init=False)
 
     def __post_init__(self) -> None:
-        self.assigner = Assigner(self.opset, self.unwanted, self.for_speed)
+        self.assigner = Assigner(self.opset, self.sessions, self.unwanted, self.for_speed)
 
 
 def lower_graph(
@@ -56,7 +57,7 @@ def lower_graph(
         assignment = assign(module.graph, lowering.assigner.refusal)
     if lowering.tuner is not None:
         with lowering.report.timed("tune", name):
-            trial = replace(lowering, sessions=Sessions(lowering.sessions.settings), failed=_fail)
+            trial = replace(lowering, sessions=lowering.sessions.without_trace(), failed=_fail)
             make = partial(_trial, module, trial, name, bound)
             assignment = lowering.tuner.choose(module, name, assignment, make)
     cuts = _cuts(module.graph, assignment, lowering)
@@ -91,6 +92,12 @@ def _trial(
 
 def _fail(error: Exception) -> bool:
     raise error
+
+
+def _refusal(error: Exception) -> Refusal:
+    if isinstance(error, EndedBefore):
+        return Refusal(Reason.ENDED_RUNS, str(error))
+    return Refusal(Reason.FAILED, f"when it was compiled: {short(error)}")
 
 
 def _record(cuts: Sequence[Cut], assignment: Assignment, report: Report, name: str) -> None:
@@ -166,7 +173,7 @@ class _Assembly:
             try:
                 return self._ort_step(index, body, wanted)
             except Exception as error:  # whatever it is that ONNX Runtime refuses here, PyTorch can run
-                refusal = Refusal(Reason.FAILED, f"when it was compiled: {short(error)}")
+                refusal = _refusal(error)
                 item.runner = Runner.PYTORCH
                 self._assignment.refusals.update(dict.fromkeys(item.nodes, refusal))
         return self._pytorch_step(body, wanted)

@@ -118,28 +118,10 @@ def _sums_of(node: fx.Node) -> list[fx.Node]:
         packet = getattr(user.target, "overloadpacket", None)
         if packet in SUMS:
             others += [item for item in user.all_input_nodes if item not in seen]
-        elif (is_view(user) or packet in STEPS or _is_dropout(user)) and user not in seen:
+        elif (is_view(user) or packet in STEPS) and user not in seen:
             seen.add(user)
             pending += list(user.users)[:_MOST_USERS]
     return others
-
-
-def _is_dropout(node: fx.Node) -> bool:
-    """Whether a node multiplies by a mask that was drawn, as a dropout is written where only some rows are computed."""
-    is_product = getattr(node.target, "overloadpacket", None) is aten.mul
-    return is_product and any(_is_drawn(item) for item in node.all_input_nodes)
-
-
-def _is_drawn(node: fx.Node) -> bool:
-    """Whether a value is what was drawn at random, cast, scaled, or in part."""
-    while not is_random(node):
-        packet = getattr(node.target, "overloadpacket", None)
-        tensors = [item for item in node.all_input_nodes if is_tensor(item)]
-        is_scaled = packet is aten.mul and len(tensors) == 1
-        if not tensors or not (is_scaled or is_view(node) or packet in STEPS):
-            return False
-        node = tensors[0]
-    return True
 
 
 def _reached(forward: Sequence[fx.Node], sources: Sequence[fx.Node]) -> dict[fx.Node, int]:

@@ -16,7 +16,6 @@ from ort_accel.reporting import State
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 UNUSUAL = {
-    "engine.skip_checks": True,
     "engine.provider_options": {"a": 1},
     "precision.cast_propagation.level": 2,
     "precision.cache_cast_weights": True,

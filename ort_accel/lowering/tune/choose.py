@@ -19,7 +19,6 @@ from ort_accel.lowering.tune.kinds import Kind, kinds_in, text_of
 from ort_accel.lowering.tune.made_up import made_up, symbols_of
 from ort_accel.lowering.tune.measurable import obstacle
 from ort_accel.reporting import Race, Reason, Report, Runner
-from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.tuning import Results, Seconds, Stopwatch
 
@@ -43,7 +42,7 @@ class Tuner:
     """Chooses for the graphs of one model."""
 
     opset: int
-    settings: SessionSettings
+    sessions: Sessions
     stopwatch: Stopwatch
     results: Results
     report: Report
@@ -90,16 +89,16 @@ class Tuner:
 
     def _time_kinds(self, module: fx.GraphModule, kinds: list[Kind]) -> None:
         """Measure what is not known yet, as long as half of the time is left for whole graphs."""
-        sessions, symbols = Sessions(self.settings), symbols_of(module.graph)
+        symbols = symbols_of(module.graph)
         if self.results.get("crossing") is None:
-            runs = crossing.runs(self.opset, sessions)
+            runs = crossing.runs(self.opset, self.sessions)
             self._keep(self.stopwatch.race(crossing.SUBJECT, runs, share=0.1), "crossing")
         reserve = self.stopwatch.left / 2
         for kind in kinds:
             if self.stopwatch.left < reserve:
                 break
             if self.results.get("kind", kind.key) is None:
-                runs = kind.runs(module, self.opset, sessions, symbols)
+                runs = kind.runs(module, self.opset, self.sessions, symbols)
                 self._keep(self.stopwatch.race(kind.subject, runs, share=0.25, in_a_row=3), "kind", kind.key)
 
     def _keep(self, seconds: Seconds | None, *subject: str) -> None:
