@@ -13,7 +13,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from ort_accel.capture.activation import CompiledCall, ModelCall, OutsideLoss
 from ort_accel.capture.backend import Backend
-from ort_accel.capture.layers import LayeredCall
+from ort_accel.capture.layers import LayeredCall, is_sharded, kinds_of, layers_of
 from ort_accel.capture.placement import device_of
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
@@ -39,28 +39,36 @@ def accelerate(model: Model, config: ConfigSource = None) -> Model:
     """
     settings = config if isinstance(config, Config) else load_config(config)
     _refuse(model)
-    device = device_of(model)
+    device, shards = device_of(model), is_sharded(model)
     present = _call_of(model)
-    if present is not None and present.backend.config == settings and present.backend.place.device == device:
+    if present is not None and runs_by_layers(model) is shards and present.backend.serves(settings, device):
         return model
     restore(model)
-    if settings.engine.enabled:
+    if settings.engine.enabled and shards:
+        layers = layers_of(model)
+        accelerate_layers(model, settings, layers)
+        report(model).note(f"FSDP2 shards this model, and {kinds_of(layers)} run on ONNX Runtime one by one")
+    elif settings.engine.enabled:
         model._compiled_call_impl = CompiledCall(model, Backend(settings, Report(), device))
     return model
 
 
 def accelerate_layers(
-    model: Model, config: Config, layers: Sequence[nn.Module], undo: Callable[[], None] = lambda: None
+    model: Model,
+    config: Config,
+    layers: Sequence[nn.Module],
+    undo: Callable[[], None] = lambda: None,
+    zero3: bool = False,
 ) -> Model:
     """Let these layers of a model run on ONNX Runtime, each by itself, with Python between them; in place.
 
-    For parameters that are only there while their layer runs. Layers that are alike share what is compiled. `undo` is
-    called when the model is restored.
+    For parameters that are only there while their layer runs, be it by FSDP2 or, if `zero3` says so, by ZeRO stage 3.
+    Layers that are alike share what is compiled. `undo` is called when the model is restored.
     """
     _refuse(model)
     device = device_of(model)
     restore(model)
-    backend = Backend(config, Report(), device, parameters_stay=False)
+    backend = Backend(config, Report(), device, parameters_stay=False, zero3=zero3)
     model._compiled_call_impl = LayeredCall(model, backend, layers, undo)
     return model
 

@@ -34,6 +34,7 @@ class Reason(StrEnum):
     WISH = "asked for in the configuration"
     FAILED = "failed in ONNX Runtime"
     ELSEWHERE = "on another device"
+    ENDED_RUNS = "ended earlier runs in ONNX Runtime"
 
     @property
     def is_choice(self) -> bool:
@@ -223,6 +224,28 @@ class PlanRow:
     """Types and sizes of what it saves, in one place."""
 
 
+@dataclass(frozen=True)
+class Peak:
+    """The most memory of a step, predicted for one choice of what is computed again."""
+
+    bytes: int
+    resident: int
+    """Those of parameters, buffers, inputs and optimizer states, which are there all the time."""
+    cost_ms: float
+    """Milliseconds that computing again takes in every step, estimated."""
+
+
+@dataclass(frozen=True)
+class MeasuredPeak:
+    """The most memory of a step, as it was measured."""
+
+    step: int
+    held: int
+    """Bytes of parameters, buffers, optimizer states and gradients that were there before the step."""
+    bytes: int
+    """By how many bytes the resident set of the process grew in the step at most."""
+
+
 @dataclass
 class GraphMemory:
     """What one pair of forward and backward graphs keeps, computes again, and takes."""
@@ -241,6 +264,9 @@ class GraphMemory:
     """Milliseconds that this takes in every step, estimated."""
     symbols: dict[str, int] = field(default_factory=dict)
     """The sizes that can change, as they were."""
+    frontier: list[Peak] = field(default_factory=list)
+    """The choices that were tried, the last one made; the first one computes nothing again that the model does not ask
+    for. Empty where nobody asked for predictions."""
 
 
 class Watcher(Protocol):
@@ -276,6 +302,7 @@ class Report:
     inspection: Inspection | None = None
     memory: dict[str, GraphMemory] = field(default_factory=dict)
     """For each forward graph with a backward: what it keeps and takes."""
+    measured_peak: MeasuredPeak | None = None
     watchers: list[Watcher] = field(default_factory=list, repr=False, compare=False)
     _fallbacks: Counter[tuple[str, Reason, str]] = field(default_factory=Counter)
     _places: dict[tuple[str, Reason, str], str] = field(default_factory=dict)
@@ -351,6 +378,7 @@ class Report:
             ],
             "races": [asdict(item) for item in self.races],
             "memory": [asdict(item) for item in self.memory.values()],
+            "measured_peak": asdict(self.measured_peak) if self.measured_peak else None,
             "timings": dict(self.timings),
             "counters": dict(self.counters),
             "notes": list(self.notes),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ort_accel.capture.backend import Backend
+from ort_accel.capture.checks import Checks
 from ort_accel.capture.dynamo import GraphBreaks, capturing, graph_breaks_in
 from ort_accel.capture.skipping import Mode
 from ort_accel.runtime.unread import UnreadTensor, read_all
@@ -67,6 +68,7 @@ class Compiled:
         self._calls: dict[Mode | None, Callable[..., Any]] = {}
         self._open_sizes = OpenSizes() if backend.config.engine.dynamic_shapes == "auto" else None
         self._breaks = GraphBreaks()
+        self._checks = Checks(call, backend.report) if backend.config.engine.skip_checks else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -81,7 +83,8 @@ class Compiled:
         backend = self._backend
         with capturing(), graph_breaks_in(backend.report, self._breaks, backend.policy.check):
             mode = backend.skipping.mode
-            result = self._compiled(mode)(*args, **kwargs)
+            with self._checks.skipped_where_known(leaves, mode) if self._checks else nullcontext():
+                result = self._compiled(mode)(*args, **kwargs)
             if mode is None:  # the first batch has decided, and what was compiled is for that mode
                 self._calls[backend.skipping.mode] = self._calls.pop(None)
             return result
@@ -117,6 +120,15 @@ class ModelCall:
         if self.backend.inspector is not None:
             self.backend.inspector.call(self._model, args, kwargs)
 
+        if self.backend.memory_watch is not None and torch.is_grad_enabled():
+            self.backend.memory_watch.before_forward(self._model)
+
+    def end(self, outputs: Any) -> Any:
+        """Told of what a call gave, which it returns."""
+        if self.backend.memory_watch is not None and torch.is_grad_enabled():
+            self.backend.memory_watch.after_forward(outputs)
+        return outputs
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
         raise NotImplementedError
@@ -149,9 +161,9 @@ class CompiledCall(ModelCall):
         self.begin(args, kwargs)
         loss, self._loss = self._loss, None
         if loss is None:
-            return self._call(*args, **kwargs)
+            return self.end(self._call(*args, **kwargs))
         outputs, loss.value = self._joined_with(loss.function)(loss.arguments, *args, **kwargs)
-        return outputs
+        return self.end(outputs)
 
     @contextmanager
     def together_with(self, loss: OutsideLoss) -> Iterator[None]:

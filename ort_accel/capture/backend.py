@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import finalize
 
@@ -21,21 +22,25 @@ from ort_accel.capture.randomness import split_dropout
 from ort_accel.capture.refusals import refuse_forbidden, refuse_moved
 from ort_accel.capture.skipping import Skipping, SkippingPolicy, Smaller, hints, tables_of
 from ort_accel.config import Config, load_config
+from ort_accel.errors import OrtAccelError
 from ort_accel.lowering.cast_moves import move_casts
 from ort_accel.lowering.casts import propagate_casts
-from ort_accel.lowering.lower_graph import Lowering, lower_graph
+from ort_accel.lowering.lower_graph import Lowering, foreseen, lower_graph
 from ort_accel.lowering.program import Program
 from ort_accel.observe.density import DensityInspector
-from ort_accel.observe.logs import configure
+from ort_accel.observe.logs import configure, speaks
+from ort_accel.observe.memory_watch import MemoryWatch
 from ort_accel.observe.progress import Progress
 from ort_accel.observe.report_file import ReportFile
 from ort_accel.recompute.optimizer import Recompute
 from ort_accel.recompute.partition import Pair
 from ort_accel.reporting import Report
 from ort_accel.rewrite.pipeline import NothingToSkip, propose
-from ort_accel.runtime.cache import ModelCache
+from ort_accel.runtime.cache import ModelCache, ModelKeys
 from ort_accel.runtime.flavor import Flavor
+from ort_accel.runtime.journal import CrashJournal
 from ort_accel.runtime.place import CPU
+from ort_accel.runtime.pool import release_unused
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import ModelFolder, Sessions
 from ort_accel.runtime.weight_copies import WeightCopies
@@ -45,36 +50,44 @@ class Backend:
     """Compiles the graphs of one model. Dynamo calls it once for each graph and set of shapes."""
 
     def __init__(
-        self, config: Config, report: Report, device: torch.device = CPU.device, parameters_stay: bool = True
+        self,
+        config: Config,
+        report: Report,
+        device: torch.device = CPU.device,
+        parameters_stay: bool = True,
+        zero3: bool = False,
     ) -> None:
         """`device` is the model's. `parameters_stay` says that the memory of parameters is in place from step to step,
-        and may be held."""
+        and may be held; `zero3`, that ZeRO stage 3 is what moves it."""
         refuse_missing(config)
         self.config, self.report = config, report
         self._parameters_stay = parameters_stay
         runtime = chosen_runtime(config)
         self.place = place_for(config, runtime, device)
         settings = session_settings(config, self.place)
-        record_features(config, runtime, settings, report, partitioned=not parameters_stay)
+        record_features(config, runtime, settings, report, partitioned=zero3)
         level = config.observe.log_level
         configure(level)
         self.progress = Progress(report, level)
         self.policy = FallbackPolicy(config, report)
+        sessions = self._sessions(runtime, settings)
         self.lowering = Lowering(
-            sessions=Sessions(settings, self._cache(runtime, settings), self._folder()),
+            sessions=sessions,
             opset=opset(config, runtime),
             report=report,
             unwanted=frozenset(config.engine.run_in_pytorch),
             failed=self.policy.failed,
             fusions=config.compute.fusions is not False,
-            tuner=tuner(config, runtime, settings, report),
+            tuner=tuner(config, runtime, sessions.without_trace(), report),
             copies=self._copies(),
         )
         self.skipping = SkippingPolicy(config, self.report)
-        self.recompute = Recompute(config.memory, report)
+        cutter = partial(foreseen, lowering=self.lowering)
+        self.recompute = Recompute(config.memory, report, cutter, predicts=config.observe.memory_stats)
         self._graphs = 0
         self._is_broken = False
         self.report_file = self._report_file()
+        self.memory_watch = self._memory_watch()
         inspect = config.density.inspect
         self.inspector = DensityInspector(report, config.density.inspect_every, level) if inspect else None
 
@@ -93,6 +106,8 @@ class Backend:
         tracer = Tracer(inputs)
         try:
             found = self._smaller(module, inputs, tracer)
+        except OrtAccelError:
+            raise
         except Exception as error:  # a model that cannot be analysed runs whole, and the report says why
             tracer.conditions()
             policy.refused(error)
@@ -113,7 +128,9 @@ class Backend:
         batch = proposal.front(hints(inputs))
         if not policy.wants_compact(proposal, batch):
             return Smaller(proposal)
-        tables = tables_of(batch)
+        tables = tables_of(batch) if batch.fits else proposal.front.example(hints(inputs))
+        if not tables:
+            return Smaller(proposal)
         return Smaller(proposal, tracer.smaller(module, proposal.write, tables), tables)
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -129,6 +146,20 @@ class Backend:
         )
         return compile_graph(module, inputs)
 
+    def _memory_watch(self) -> MemoryWatch | None:
+        """What follows the memory of steps, where that is asked for or a budget is to be held."""
+        wished = self.config.observe.memory_stats
+        if not wished and self.config.memory.budget is None:
+            return None
+        prints = wished and speaks(self.config.observe.log_level)
+        watch = MemoryWatch(self.report, release_unused, prints)
+        finalize(self, watch.close)
+        return watch
+
+    def serves(self, config: Config, device: torch.device) -> bool:
+        """Whether this is what a model on a device needs for a configuration."""
+        return config == self.config and device == self.place.device
+
     def _report_file(self) -> ReportFile | None:
         """Where the report goes: at the latest when this backend, or the process, comes to its end."""
         if self.config.observe.report_file is None:
@@ -137,11 +168,13 @@ class Backend:
         finalize(self, file.write_if_due)
         return file
 
-    def _cache(self, runtime: Flavor, settings: SessionSettings) -> ModelCache | None:
-        if self.config.engine.cache_dir is None:
-            return None
-        context = f"{runtime.distribution} {runtime.version}\ntorch {torch.__version__}\n{settings}"
-        return ModelCache(self.config.engine.cache_dir, context, self.report)
+    def _sessions(self, runtime: Flavor, settings: SessionSettings) -> Sessions:
+        folder = self.config.engine.cache_dir
+        if folder is None:
+            return Sessions(settings, folder=self._folder())
+        keys = ModelKeys(f"{runtime.distribution} {runtime.version}\ntorch {torch.__version__}\n{settings}")
+        cache, journal = ModelCache(folder, keys, self.report), CrashJournal(folder, keys, self.report)
+        return Sessions(settings, cache, self._folder(), journal)
 
     def _copies(self) -> WeightCopies | None:
         wish = self.config.precision.cache_cast_weights

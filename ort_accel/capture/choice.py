@@ -14,6 +14,7 @@ from ort_accel.reporting import Report
 from ort_accel.runtime.flavor import Flavor, installed_runtime
 from ort_accel.runtime.place import CPU, Place
 from ort_accel.runtime.session import SessionSettings
+from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.tuning import Results, Stopwatch, context_of
 
 OPSET = 20
@@ -63,13 +64,14 @@ def opset(config: Config, runtime: Flavor) -> int:
     return wish
 
 
-def tuner(config: Config, runtime: Flavor, settings: SessionSettings, report: Report) -> Tuner | None:
+def tuner(config: Config, runtime: Flavor, sessions: Sessions, report: Report) -> Tuner | None:
     """What measures, where that is asked for."""
     wish, folder = config.compute.tuning, config.engine.cache_dir
     if not wish.enabled:
         return None
     path = folder / TUNING_FILE if wish.results is None and folder is not None else wish.results
     limit = wish.max_duration_ms / 1e3 if wish.max_duration_ms else math.inf
+    settings = sessions.settings
     results = Results(path, context_of(runtime, settings), report)
     stopwatch = Stopwatch(limit, settle=settings.place.settle)
-    return Tuner(opset(config, runtime), settings, stopwatch, results, report, settings.deterministic)
+    return Tuner(opset(config, runtime), sessions, stopwatch, results, report, settings.deterministic)

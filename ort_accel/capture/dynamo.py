@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch._dynamo import utils
+from torch._dynamo import eval_frame, utils
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx.experimental import _config as shape_settings
 
@@ -47,6 +47,16 @@ def capturing() -> Iterator[None]:
             if isinstance(error.inner_exception, OrtAccelError):
                 raise error.inner_exception from None
             raise
+
+
+@contextmanager
+def without_checks() -> Iterator[None]:
+    """Of what Dynamo checks before a call, only what tells the graphs that there are apart. A wish for eager stands."""
+    if eval_frame._stance.stance == "default":
+        with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
+            yield
+    else:
+        yield
 
 
 class GraphBreaks:

@@ -40,6 +40,7 @@ OBEYED = (
     "engine.deterministic",
     "engine.custom_autograd",
     "engine.allow_checkpoint",
+    "engine.skip_checks",
     "precision.cast_propagation.level",
     "precision.cast_propagation.strategy",
     "precision.cast_propagation.allow",
@@ -83,18 +84,17 @@ OBEYED = (
     "memory.plan_file",
     "memory.probe",
     "memory.external_allocator",
+    "memory.budget",
     "observe.log_level",
     "observe.report_file",
+    "observe.memory_stats",
     "observe.activation_statistics",
 )
 """Keys whose every value is obeyed, or refused where it is read."""
 
 MISSING: dict[str, Any] = {
-    "engine.skip_checks": False,
-    "memory.budget": None,
     "memory.early_gradient_release": False,
     "optimizer.step_in_backward": False,
-    "observe.memory_stats": False,
 }
 """Features that this version does not have, with the value that does without them."""
 
@@ -207,6 +207,8 @@ def _record_engine(config: Config, settings: SessionSettings, report: Report) ->
         report.applied("engine.fallback", f"PyTorch runs what ONNX Runtime cannot, and it is said {where}")
     _record_wish("engine.run_in_pytorch", ", ".join(engine.run_in_pytorch), report)
     _record_wish("engine.cache_dir", f"models are kept in {engine.cache_dir}" if engine.cache_dir else "", report)
+    unseen = "a kind of call that was checked is not checked again; changes of the model go unseen"
+    _record_wish("engine.skip_checks", unseen if engine.skip_checks else "", report)
     _record_wish("engine.save_onnx", f"models are written to {engine.save_onnx}" if engine.save_onnx else "", report)
     if settings.deterministic:
         report.applied("engine.deterministic", "the same seed gives the same bits")
@@ -281,7 +283,12 @@ def _record_memory(config: Config, report: Report) -> None:
     if memory.level in ways:
         report.applied("memory.level", f"{memory.level}: {ways[memory.level]}")
     else:
-        report.off("memory.level", "nothing is computed again but what plans or the model ask for")
+        budgeted = "the budget decides" if memory.budget else ""
+        report.off("memory.level", budgeted or "nothing is computed again but what plans or the model ask for")
+    kept = f"the least is computed again that keeps the peak of a step within {memory.budget}" if memory.budget else ""
+    _record_wish("memory.budget", kept, report)
+    stats = "four phases of a step: the first ten steps, then at powers of two" if config.observe.memory_stats else ""
+    _record_wish("observe.memory_stats", stats, report)
     _record_wish("memory.plans", ", ".join(memory.plans), report)
     _record_wish("memory.plan_file", f"plans are read from {memory.plan_file}" if memory.plan_file else "", report)
 

@@ -16,6 +16,7 @@ from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
+from torch.fx.traceback import preserve_node_meta
 
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource
 
@@ -59,7 +60,10 @@ class Tracer:
         self._tables = [self.table(f"rows_{number}", table) for number, table in enumerate(tables)]
         smaller = self.trace(lambda *arguments: write(arguments), self._tables)
         smaller.meta = module.meta
-        smaller._param_name_to_source = module._param_name_to_source
+        sources: Any = module._param_name_to_source
+        for name, _ in smaller.named_buffers():  # numbers that are stored into tensors
+            sources = sources | {name: ConstantSource(name)}
+        smaller._param_name_to_source = sources
         sources = iter(module.graph.find_nodes(op="placeholder"))
         for node in smaller.graph.find_nodes(op="placeholder"):
             source = next(sources, None)
@@ -103,6 +107,8 @@ class Tracer:
         return self._mode.from_tensor(value, symbolic_context=context, source=source)
 
     def trace(self, function: Callable[..., Any], more: Sequence[Tensor] = ()) -> fx.GraphModule:
-        """The graph of a function of the inputs and the tables."""
-        with self._mode, enable_python_dispatcher():
+        """The graph of a function of the inputs and the tables; a graph's own nodes keep their lines of code."""
+        if isinstance(function, fx.GraphModule):
+            function = fx.Interpreter(function).run
+        with self._mode, enable_python_dispatcher(), preserve_node_meta():
             return make_fx(function, pre_dispatch=True, tracing_mode="real")(*self._fakes, *more)

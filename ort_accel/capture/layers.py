@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,22 +16,41 @@ CACHE = "past_key_values"
 """The argument by which transformers hands a cache of keys and values from layer to layer."""
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2's `fully_shard` has spread the parameters of a model over the processes."""
+    return any(map(_gathers, model.modules()))
+
+
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The layers that a model repeats, and beside them the modules that multiply by weights (a head, say).
 
-    What holds neither, such as an embedding or a lone normalization, is left to the model's own code.
+    What holds neither, such as an embedding or a lone normalization, is left to the model's own code. Where FSDP2
+    gathers parts of a layer by themselves, those are the layers.
     """
     return list(dict.fromkeys(_layers_below(model)))
+
+
+def kinds_of(layers: Sequence[nn.Module]) -> str:
+    """How many layers there are, and of which kinds, for people."""
+    return f"{len(layers)} layers ({', '.join(sorted({type(layer).__name__ for layer in layers}))})"
 
 
 def _layers_below(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         repeats = isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if repeats or not any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in child.modules()):
+        holds_layers = any(isinstance(part, nn.ModuleList | nn.ModuleDict) for part in child.modules())
+        is_divided = any(_gathers(part) for part in child.modules() if part is not child)
+        if (repeats or not holds_layers) and not is_divided:
             if _holds_products(child):
                 yield child
         else:
             yield from _layers_below(child)
+
+
+def _gathers(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers and frees parameters around this module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # its import takes time, and whoever shards has done it
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _holds_products(module: nn.Module) -> bool:
@@ -64,7 +84,7 @@ class LayeredCall(ModelCall):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.begin(args, kwargs)
-        return self._model_call(*args, **kwargs)
+        return self.end(self._model_call(*args, **kwargs))
 
     def anew(self, model: nn.Module) -> LayeredCall:
         return LayeredCall(model, self.backend, self._layers, self._undo)

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 
+from ort_accel.lowering.draws import kept
 from ort_accel.lowering.nodes import is_part
 
 aten = torch.ops.aten
@@ -55,15 +56,19 @@ def _nothing_kept(graph: fx.Graph, operand: fx.Node, node: fx.Node) -> fx.Node:
 def _draw(graph: fx.Graph, operand: fx.Node, node: fx.Node, keep: float) -> fx.Node:
     """The mask, drawn in the order in which the operand lies in memory.
 
-    It is made from sizes alone, so that drawing does not wait for the operand. `bernoulli` draws row after row, so a
+    It is made from sizes alone, so that drawing does not wait for the operand. Numbers are drawn row after row, so a
     mask for a permuted operand is drawn as the operand lies, and then looked at as the operand is.
     """
     value = node.meta["val"][1]
     order = compute_elementwise_output_logical_to_physical_perm(operand.meta["val"])[0]
     sizes = _sizes(graph, operand, value)
     drawn = value.new_empty([value.shape[dim] for dim in order])
-    draw = _by_bernoulli if value.device.type == "cpu" else _by_dropout
-    mask = draw(graph, operand, node, [sizes[dim] for dim in order], drawn, keep)
+    laid = [sizes[dim] for dim in order]
+    if value.device.type == "cpu":
+        mask = graph.call_function(kept, (laid, keep, value.device))
+        mask.meta = {**node.meta, "val": drawn}
+    else:
+        mask = _by_dropout(graph, operand, node, laid, drawn)
     if order == sorted(order):
         return mask
     back = [order.index(dim) for dim in range(len(order))]
@@ -72,35 +77,13 @@ def _draw(graph: fx.Graph, operand: fx.Node, node: fx.Node, keep: float) -> fx.N
     return seen
 
 
-def _blank(graph: fx.Graph, operand: fx.Node, sizes: list[Any], like: torch.Tensor) -> fx.Node:
+def _by_dropout(graph: fx.Graph, operand: fx.Node, node: fx.Node, sizes: list[Any], drawn: torch.Tensor) -> fx.Node:
+    """A CUDA device draws within its kernel for dropout: by places in memory and the type, not by numbers."""
+    like = drawn.to(operand.meta["val"].dtype)
     how: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
     blank = graph.call_function(aten.empty.memory_format, (sizes,), how)
     blank.meta = {"val": like} | _tag(operand)
-    return blank
-
-
-def _by_bernoulli(
-    graph: fx.Graph, operand: fx.Node, node: fx.Node, sizes: list[Any], drawn: torch.Tensor, keep: float
-) -> fx.Node:
-    """What `native_dropout` does on the CPU."""
-    mask = graph.call_function(aten.bernoulli.p, (_blank(graph, operand, sizes, drawn), keep))
-    mask.meta = {**node.meta, "val": drawn}
-    return mask
-
-
-def _by_dropout(
-    graph: fx.Graph,
-    operand: fx.Node,
-    node: fx.Node,
-    sizes: list[Any],
-    drawn: torch.Tensor,
-    keep: float,  # noqa: ARG001
-) -> fx.Node:
-    """A CUDA device draws within its kernel for dropout: by places in memory and the type, not by numbers."""
-    like = drawn.to(operand.meta["val"].dtype)
-    dropout = graph.call_function(
-        aten.native_dropout.default, (_blank(graph, operand, sizes, like), node.args[1], True)
-    )
+    dropout = graph.call_function(aten.native_dropout.default, (blank, node.args[1], True))
     dropout.meta = {**node.meta, "val": (like, drawn)}
     mask = graph.call_function(operator.getitem, (dropout, 1))
     mask.meta = {**node.meta, "val": drawn}

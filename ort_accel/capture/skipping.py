@@ -83,9 +83,17 @@ class SkippingPolicy:
 
     def wants_compact(self, proposal: Proposal, batch: Batch) -> bool:
         """Whether to compile the smaller graph now; the first batch decides where none has been seen."""
+        self._insist(proposal)
         if self._compact is None:
             self._weigh(proposal, batch)
-        return batch.fits and bool(self._compact)
+        return bool(self._compact)
+
+    def _insist(self, proposal: Proposal) -> None:
+        """What is set to true is done in training, or it is an error."""
+        kinds = kinds_of(proposal.plan)
+        for feature in self._insisted():
+            if not kinds[feature]:
+                raise OrtAccelError(_impossible(feature, proposal.why_whole))
 
     def _weigh(self, proposal: Proposal, batch: Batch) -> None:
         """Take the work that a batch needs into account."""
@@ -135,12 +143,12 @@ class SkippingPolicy:
         self.report.refused("compute.loss_only", "the script reads the logits in training")
 
     def refused(self, error: Exception) -> None:
-        """A graph is left whole."""
+        """A graph is left whole, and that is an error where training was to leave rows out."""
         first_line = (str(error).splitlines() or [""])[0]
         what = first_line if isinstance(error, NothingToSkip) else f"{type(error).__name__}: {first_line}"
-        for feature, wish in self._wanted():
-            if wish is True and feature.startswith("density"):
-                raise OrtAccelError(f"{feature} is true, but no row can be left out: {what}") from error
+        for feature in self._insisted():
+            raise OrtAccelError(_impossible(feature, what)) from error
+        for feature, _ in self._wanted():
             if feature not in self._seen:
                 self.report.refused(feature, what)
 
@@ -149,10 +157,19 @@ class SkippingPolicy:
         wishes = (self.config.density.labels, self.config.density.padding, self.config.compute.upstream)
         return [(name, wish) for name, wish in zip(FEATURES, wishes, strict=True) if wish is not False]
 
+    def _insisted(self) -> list[str]:
+        """Features that must leave rows out of the graph at hand: it is trained, and they are set to true."""
+        wanted = self._wanted() if torch.is_grad_enabled() else []
+        return [feature for feature, wish in wanted if wish is True and feature.startswith("density")]
+
     def unread(self, count: int) -> None:
         """So many outputs are not computed unless they are read."""
         if self.loss_only and count:
             self.report.applied("compute.loss_only", "logits are computed only if the script reads them")
+
+
+def _impossible(feature: str, why: str) -> str:
+    return f"{feature} is true, but no row can be left out: {why}; set it to auto, which runs such models whole"
 
 
 @dataclass(frozen=True)

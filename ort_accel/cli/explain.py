@@ -20,6 +20,7 @@ def explain(
     batch: Annotated[int, typer.Option(min=1, help="Rows of the made-up batch.")] = 2,
     length: Annotated[int, typer.Option(min=2, help="Tokens of each row.")] = 16,
     layers: Annotated[int | None, typer.Option(min=1, help="Build so many layers only, to spare memory.")] = None,
+    memory: Annotated[bool, typer.Option(help="Predict and measure the peak of a step, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report for machines.")] = False,
 ) -> None:
     """Run one training step of a model on made-up inputs, and say who runs what and why.
@@ -32,11 +33,12 @@ def explain(
       ort-accel explain bert
       ort-accel explain ./my-model --config configs/default.yaml --batch 8 --length 128
       ort-accel explain ./my-model/config.json --layers 2 --json
+      ort-accel explain ./my-model --batch 16 --length 512 --memory
     """
     from ort_accel.errors import OrtAccelError
 
     try:
-        report = _explained(model, config, batch, length, layers)
+        report = _explained(model, config, batch, length, layers, memory)
     except OrtAccelError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
@@ -49,7 +51,13 @@ def explain(
     typer.echo("\n".join(_segment_lines(report.segments)))
 
 
-def _explained(name: str, config: str | None, batch: int, length: int, layers: int | None) -> Report:
+MEASURED_STEPS = 4
+"""So many steps show a peak: two compile, one is measured, and the next one ends it."""
+
+
+def _explained(
+    name: str, config: str | None, batch: int, length: int, layers: int | None, memory: bool = False
+) -> Report:
     import ort_accel
     from ort_accel.cli.made_up import loss_of
     from ort_accel.cli.quiet import quiet
@@ -60,9 +68,15 @@ def _explained(name: str, config: str | None, batch: int, length: int, layers: i
     if not settings.engine.enabled:
         raise OrtAccelError("engine.enabled is false, so there is nothing to explain")
     module, inputs = _model_and_inputs(name, batch, length, layers)
-    ort_accel.accelerate(module, quiet(settings))
+    settings = quiet(settings)
+    if memory:
+        observe = settings.observe.model_copy(update={"memory_stats": True})
+        settings = settings.model_copy(update={"observe": observe})
+    ort_accel.accelerate(module, settings)
     try:
-        loss_of(module(**inputs)).backward()
+        for _ in range(MEASURED_STEPS if memory else 1):
+            module.zero_grad()
+            loss_of(module(**inputs)).backward()
     except Exception as error:
         cause = next((e for e in _causes(error) if isinstance(e, OrtAccelError)), error)
         raise OrtAccelError(f"the step failed: {type(cause).__name__}: {cause}") from error

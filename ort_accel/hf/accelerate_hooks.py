@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType, extract_model_from_parallel, model
 from torch import nn
 
 from ort_accel import engine
+from ort_accel.capture.layers import is_sharded
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.deepspeed_hooks import move_hooks_out_of
@@ -26,8 +27,8 @@ ConfigOf = Callable[[Accelerator], Config | None]
 _HOOKED = "_ort_accel_config_of"
 
 _BETWEEN_PARTS = (
-    "its parameters are gathered and freed by Python code between its parts, while this version of ort_accel "
-    "captures a model as a whole"
+    "its parameters are gathered and freed by Python code between its parts, which this version of ort_accel follows "
+    "under FSDP2 and ZeRO stage 3 only"
 )
 
 
@@ -91,7 +92,7 @@ def _reason_to_decline(accelerator: Accelerator, model: nn.Module) -> str:
     """Why a model cannot be accelerated; empty where it can."""
     if accelerator.distributed_type == DistributedType.MEGATRON_LM:
         return "Megatron-LM builds another model in its place"
-    if accelerator.distributed_type == DistributedType.FSDP or model_has_dtensor(model):
+    if not is_sharded(model) and (accelerator.distributed_type == DistributedType.FSDP or model_has_dtensor(model)):
         return f"it is sharded, and {_BETWEEN_PARTS}"
     return ""
 
@@ -101,8 +102,8 @@ def _accelerate_once(model: nn.Module, config: Config, reason: str) -> None:
     present = engine.config_of(model)
     if reason:
         engine.decline(model, config, reason)
-    elif present is None:
-        engine.accelerate(model, config)
+    elif present is None or is_sharded(model):  # it may have been captured as a whole before it was sharded
+        engine.accelerate(model, present or config)
         _save_whole_in_trainers()
     elif present != config:
         engine.report(model).note("the script chose a configuration for this model, and that of the launch is not used")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ort_accel.observe.density import IGNORED, is_of_tokens
+from ort_accel.observe.process_memory import most_before_reset
 from ort_accel.reporting import Report, State
 
 
@@ -124,4 +125,4 @@ def peak_memory() -> int:
     if allocated:
         return allocated
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, most_before_reset())

@@ -10,14 +10,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ort_accel.lowering.nodes import fakes_in, is_random, is_watched, writes
+from ort_accel.lowering.nodes import fakes_in, is_random, is_watched, op_name, writes
 from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, Operand, Slower, describe
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.lowering.sizes import expression
 from ort_accel.lowering.slower import slower
 from ort_accel.reporting import Reason
-from ort_accel.runtime.place import CPU, Place
-from ort_accel.runtime.session import Session, SessionSettings
+from ort_accel.runtime.journal import EndedBefore
+from ort_accel.runtime.sessions import Sessions
 
 aten = torch.ops.aten
 
@@ -47,11 +47,10 @@ class Assigner:
     """Decides node by node, trying each kind of node once in a model of its own."""
 
     opset: int
+    sessions: Sessions
     unwanted: frozenset[str] = frozenset()
     for_speed: bool = True
     """Leave to PyTorch what it was measured to run faster."""
-    place: Place = CPU
-    """Where ONNX Runtime computes; a node with a tensor elsewhere is PyTorch's."""
     _tried: dict[Any, Refusal | None] = field(default_factory=dict)
 
     def refusal(self, node: fx.Node) -> Refusal | None:
@@ -77,7 +76,7 @@ class Assigner:
             return refusal
         if any(0 in map(expression, tensor.shape) for tensor in fakes_in(node.meta["val"])):
             return Refusal(Reason.SMALL, "an empty tensor, for which some kernels give no result")
-        figures = slower(node) if self.for_speed and not self.place.is_cuda else None
+        figures = slower(node) if self.for_speed and not self.sessions.settings.place.is_cuda else None
         return Refusal(Reason.SLOWER, figures) if figures else self._trial(node)
 
     def _refused_tensor(self, node: fx.Node) -> Refusal | None:
@@ -85,7 +84,7 @@ class Assigner:
         for tensor in fakes_in(inputs) + fakes_in(node.meta["val"]):
             if tensor.dtype not in DTYPES:
                 return Refusal(Reason.UNSUPPORTED_DTYPE, str(tensor.dtype))
-            if tensor.device.type != self.place.kind:
+            if tensor.device.type != self.sessions.settings.place.kind:
                 return Refusal(Reason.ELSEWHERE, f"a tensor on {tensor.device}")
         return None
 
@@ -113,12 +112,13 @@ class Assigner:
             for output, (_, fake) in zip(outputs, made_values, strict=True):
                 describe(output, fake)  # a kernel whose result has another type than PyTorch's is refused
             model = ir.to_proto(graph.model(outputs, "trial")).SerializeToString()
-            settings = SessionSettings(threads=1, optimize=False, log_severity=4, place=self.place, whole=True)
-            Session(model, [], [], settings)
+            self.sessions.try_out(model, f"{op_name(node)} by itself")
         except Slower as error:
             return Refusal(Reason.SLOWER, str(error))
         except NotLowerable as error:
             return Refusal(Reason.UNSUPPORTED_OP, str(error))
+        except EndedBefore as error:
+            return Refusal(Reason.ENDED_RUNS, str(error))
         except Exception as error:
             return Refusal(Reason.UNSUPPORTED_DTYPE, short(error))
         return None

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_accel.lowering.row_operators import own
+
 aten = torch.ops.aten
 
 Shape = tuple[int, ...]
@@ -86,6 +88,25 @@ def _attention_backward(_incoming: Shape, query: Shape, key: Shape, value: Shape
     return 2 * prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
 
+def _of_rows(query: Shape, key: Shape, value: Shape, spans: Shape, *_: Any, **__: Any) -> int:
+    """Attention of sequences of equal length; how long each is, the operator's inputs do not tell."""
+    return 2 * prod(query[:-1]) * (key[0] // max(spans[0], 1)) * (query[-1] + value[-1])
+
+
+def _of_rows_backward(
+    _incoming: Shape,
+    query: Shape,
+    key: Shape,
+    value: Shape,
+    _out: Shape,
+    _sums: Shape,
+    spans: Shape,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return 2 * prod(query[:-1]) * (key[0] // max(spans[0], 1)) * (3 * query[-1] + 2 * value[-1])
+
+
 def _for(names: Sequence[str], formula: Formula) -> dict[Any, Formula]:
     return {getattr(aten, name): formula for name in names}
 
@@ -102,5 +123,7 @@ FORMULAS: dict[Any, Formula] = {
     **_for(["convolution_backward"], _convolution_backward),
     **_for(["scaled_dot_product_attention", *_FUSED], _attention),
     **_for([f"{name}_backward" for name in _FUSED], _attention_backward),
+    own.scaled_dot_product_of_rows: _of_rows,
+    own.scaled_dot_product_of_rows_backward: _of_rows_backward,
 }
 """Operators whose arithmetic counts, by name without overload."""

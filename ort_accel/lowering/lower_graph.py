@@ -22,6 +22,7 @@ from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
 from ort_accel.lowering.tune.choose import Tuner
 from ort_accel.lowering.weight_casts import CopiesOfWeights, WeightCast, take_out
 from ort_accel.reporting import Reason, Report, Runner, Segment
+from ort_accel.runtime.journal import EndedBefore
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.weight_copies import WeightCopies
 
@@ -47,7 +48,7 @@ class Lowering:
     assigner: Assigner = field(init=False)
 
     def __post_init__(self) -> None:
-        self.assigner = Assigner(self.opset, self.unwanted, self.for_speed, self.sessions.settings.place)
+        self.assigner = Assigner(self.opset, self.sessions, self.unwanted, self.for_speed)
 
 
 def lower_graph(
@@ -61,7 +62,7 @@ def lower_graph(
         assignment = assign(module.graph, lowering.assigner.refusal)
     if lowering.tuner is not None:
         with lowering.report.timed("tune", name):
-            trial = replace(lowering, sessions=Sessions(lowering.sessions.settings), failed=_fail)
+            trial = replace(lowering, sessions=lowering.sessions.without_trace(), failed=_fail)
             make = partial(_trial, module, trial, name, bound)
             assignment = lowering.tuner.choose(module, name, assignment, make)
     cuts = _cuts(module.graph, assignment, lowering)
@@ -80,6 +81,13 @@ def _cuts(graph: fx.Graph, assignment: Assignment, lowering: Lowering) -> list[C
     return merged.cuts
 
 
+def foreseen(module: fx.GraphModule, lowering: Lowering) -> list[Cut]:
+    """The segments that a graph would be cut into, without measuring anything. The graph is rewritten on the way."""
+    if lowering.fusions:
+        fuse(module.graph, Report())
+    return _cuts(module.graph, assign(module.graph, lowering.assigner.refusal), lowering)
+
+
 def _trial(
     module: fx.GraphModule, lowering: Lowering, name: str, bound: Callable[[fx.Node], bool], assignment: Assignment
 ) -> Program:
@@ -89,6 +97,12 @@ def _trial(
 
 def _fail(error: Exception) -> bool:
     raise error
+
+
+def _refusal(error: Exception) -> Refusal:
+    if isinstance(error, EndedBefore):
+        return Refusal(Reason.ENDED_RUNS, str(error))
+    return Refusal(Reason.FAILED, f"when it was compiled: {short(error)}")
 
 
 def _record(cuts: Sequence[Cut], assignment: Assignment, report: Report, name: str) -> None:
@@ -167,7 +181,7 @@ class _Assembly:
             try:
                 return self._ort_step(index, body, wanted)
             except Exception as error:  # whatever it is that ONNX Runtime refuses here, PyTorch can run
-                refusal = Refusal(Reason.FAILED, f"when it was compiled: {short(error)}")
+                refusal = _refusal(error)
                 item.runner = Runner.PYTORCH
                 self._assignment.refusals.update(dict.fromkeys(item.nodes, refusal))
         return self._pytorch_step(body, wanted)

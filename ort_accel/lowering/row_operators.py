@@ -2,6 +2,10 @@
 
 `rows_of` takes rows and `rows_into` puts them back; each is the gradient of the other. `rows` lists the places of the
 rows, in order and without repetition, and `places` is its inverse: for every place its number among the rows, or -1.
+
+`scaled_dot_product_of_rows` is attention over [rows, heads, width]. Each row of `spans` is a sequence: where its
+queries begin and end, where its keys do, and how these attend to those. `mask` and `kept`, which is what a dropout that
+keeps each weight with probability `keep` has kept, stand for all pairs of places, and are read where there are rows.
 """
 
 from __future__ import annotations
@@ -13,24 +17,24 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_autograd, register_fake
 
+from ort_accel.lowering.row_attention import attention, attention_backward
+
 LIBRARY: Any = Library("ort_accel", "DEF")  # type: ignore[no-untyped-call]
 
 LIBRARY.define("rows_of(Tensor source, Tensor rows, Tensor places) -> Tensor")
 LIBRARY.define("rows_into(Tensor source, Tensor rows, Tensor places, SymInt count) -> Tensor")
 LIBRARY.define(
     "scaled_dot_product_of_rows(Tensor query, Tensor key, Tensor value, Tensor spans, Tensor query_rows, "
-    "Tensor key_rows, Tensor? mask, float? scale) -> (Tensor, Tensor)"
+    "Tensor key_rows, Tensor? mask, Tensor? kept, float keep, float? scale) -> (Tensor, Tensor)"
 )
 LIBRARY.define(
     "scaled_dot_product_of_rows_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor logsumexp, Tensor spans, Tensor query_rows, Tensor key_rows, Tensor? mask, float? scale) "
+    "Tensor logsumexp, Tensor spans, Tensor query_rows, Tensor key_rows, Tensor? mask, Tensor? kept, float keep, "
+    "float? scale) "
     "-> (Tensor, Tensor, Tensor)"
 )
 
-aten, own = torch.ops.aten, torch.ops.ort_accel
-
-FULL, CAUSAL, MASKED = range(3)
-"""How a sequence attends, the last number of its span: each query to all keys, to those up to it, or as a mask says."""
+own = torch.ops.ort_accel
 
 
 def _rows_of(source: Tensor, rows: Tensor, places: Tensor) -> Tensor:
@@ -41,144 +45,11 @@ def _rows_into(source: Tensor, rows: Tensor, places: Tensor, count: int) -> Tens
     return source.new_zeros((count, *source.shape[1:])).index_copy_(0, rows, source)
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    spans: Tensor,
-    query_rows: Tensor,
-    key_rows: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    out = query.new_zeros((*query.shape[:2], value.shape[2]))
-    logsumexp = query.new_zeros(query.shape[:2], dtype=_wide(query))
-    forward = _KERNELS[query.device.type][0]
-    for sequence, how in _sequences(spans, query_rows, key_rows, mask, query.dtype):
-        q, k = slice(*sequence[:2]), slice(*sequence[2:])
-        part, lse = forward(_heads_first(query[q]), _heads_first(key[k]), _heads_first(value[k]), scale=scale, **how)
-        out[q] = part[0].transpose(0, 1)
-        logsumexp[q] = lse[0].transpose(0, 1)
-    return out, logsumexp
-
-
-def _attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    spans: Tensor,
-    query_rows: Tensor,
-    key_rows: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    grads = tuple(item.new_zeros(item.shape) for item in (query, key, value))
-    backward = _KERNELS[query.device.type][1]
-    for sequence, how in _sequences(spans, query_rows, key_rows, mask, query.dtype):
-        q, k = slice(*sequence[:2]), slice(*sequence[2:])
-        parts = backward(
-            *(_heads_first(item) for item in (grad[q], query[q], key[k], value[k], out[q])),
-            logsumexp[q].transpose(0, 1).unsqueeze(0),
-            0.0,
-            scale=scale,
-            **how,
-        )
-        for whole, where, part in zip(grads, (q, k, k), parts, strict=True):
-            whole[where] = part[0].transpose(0, 1)
-    return grads  # type: ignore[return-value]
-
-
-def _by_products(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, attn_mask: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Attention as products, with the logarithm of each row's sum; both add up in single precision at the least."""
-    scores = _scores(query, key, is_causal=is_causal, mask=attn_mask, scale=scale)
-    logsumexp = scores.logsumexp(-1)
-    return ((scores - logsumexp[..., None]).exp() @ value.to(scores.dtype)).to(query.dtype), logsumexp
-
-
-def _by_products_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    _: float,
-    *,
-    is_causal: bool,
-    attn_mask: Tensor | None,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores = _scores(query, key, is_causal=is_causal, mask=attn_mask, scale=scale)
-    weights, slope = (scores - logsumexp[..., None]).exp(), grad.to(scores.dtype)
-    change = slope @ value.to(scores.dtype).mT - (slope * out).sum(-1, keepdim=True)
-    change = weights * change * _scale(query, scale)
-    of_query, of_key = change @ key.to(scores.dtype), change.mT @ query.to(scores.dtype)
-    return of_query.to(query.dtype), of_key.to(key.dtype), (weights.mT @ slope).to(value.dtype)
-
-
-def _scores(query: Tensor, key: Tensor, *, is_causal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
-    wide = _wide(query)
-    scores = query.to(wide) @ key.to(wide).mT * _scale(query, scale)
-    if is_causal:
-        return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    return scores if mask is None else scores + mask
-
-
-def _wide(query: Tensor) -> torch.dtype:
-    """The type that sums are made in."""
-    return torch.promote_types(query.dtype, torch.float32)
-
-
-def _scale(query: Tensor, scale: float | None) -> float:
-    return query.shape[-1] ** -0.5 if scale is None else scale
-
-
-_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "cpu": (
-        aten._scaled_dot_product_flash_attention_for_cpu,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    ),
-    "cuda": (_by_products, _by_products_backward),
-}
-"""Attention of one sequence, and its gradient, by the kind of device."""
-
-
-def _heads_first(rows: Tensor) -> Tensor:
-    return rows.transpose(0, 1).unsqueeze(0)
-
-
-def _sequences(spans: Tensor, query_rows: Tensor, key_rows: Tensor, mask: Tensor | None, dtype: torch.dtype) -> Any:
-    """The spans of queries and keys of each sequence, and how it attends."""
-    for number, (*sequence, kind) in enumerate(spans.tolist()):
-        if sequence[0] == sequence[1] or sequence[2] == sequence[3]:
-            continue
-        own_mask = None
-        if kind == MASKED:
-            assert mask is not None
-            own_mask = _mask_of(mask, number, query_rows[slice(*sequence[:2])], key_rows[slice(*sequence[2:])], dtype)
-        yield sequence, {"is_causal": kind == CAUSAL, "attn_mask": own_mask}
-
-
-def _mask_of(mask: Tensor, number: int, query_rows: Tensor, key_rows: Tensor, dtype: torch.dtype) -> Tensor:
-    part = mask[number if mask.shape[0] > 1 else 0]
-    if part.shape[1] > 1:
-        part = part.index_select(1, query_rows % part.shape[1])
-    part = part.index_select(2, key_rows % part.shape[2]).unsqueeze(0)
-    if part.dtype == torch.bool:
-        return part.new_zeros(part.shape, dtype=dtype).masked_fill_(~part, -torch.inf)
-    return part.to(dtype)
-
-
 for _name, _kernel in {
     "rows_of": _rows_of,
     "rows_into": _rows_into,
-    "scaled_dot_product_of_rows": _attention,
-    "scaled_dot_product_of_rows_backward": _attention_backward,
+    "scaled_dot_product_of_rows": attention,
+    "scaled_dot_product_of_rows_backward": attention_backward,
 }.items():
     for _device in ("CPU", "CUDA"):
         LIBRARY.impl(_name, _kernel, _device)
@@ -202,7 +73,7 @@ def _(source: Tensor, rows: Tensor, places: Tensor, count: int) -> Tensor:
 @_described("ort_accel::scaled_dot_product_of_rows")
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     out = query.new_empty((*query.shape[:2], value.shape[2]))
-    return out, query.new_empty(query.shape[:2], dtype=_wide(query))
+    return out, query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
 
 
 @_described("ort_accel::scaled_dot_product_of_rows_backward")
@@ -230,15 +101,15 @@ register_autograd(
 
 
 def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    query, key, value, spans, query_rows, key_rows, mask, scale = inputs
-    ctx.save_for_backward(query, key, value, *output, spans, query_rows, key_rows, mask)
-    ctx.scale = scale
+    *tensors, keep, scale = inputs
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+    ctx.numbers = keep, scale
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate_attention(context: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-    grads = own.scaled_dot_product_of_rows_backward(grad, *context.saved_tensors, context.scale)
-    return (*grads, None, None, None, None, None)
+    grads = own.scaled_dot_product_of_rows_backward(grad, *context.saved_tensors, *context.numbers)
+    return (*grads, *[None] * 7)
 
 
 register_autograd("ort_accel::scaled_dot_product_of_rows", _differentiate_attention, setup_context=_keep_attention)

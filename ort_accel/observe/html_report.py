@@ -237,7 +237,26 @@ def _memory(data: Data) -> Markup | None:
         for item in graphs
         for key, words in (("stash_without", "without recomputation"), ("stash", "as it is"))
     ]
-    return joined(bar_chart("What the forward keeps for the backward", bars), map(_recomputed, graphs))
+    return joined(bar_chart("What the forward keeps for the backward", bars), _peaks(data), map(_recomputed, graphs))
+
+
+def _peaks(data: Data) -> Content:
+    """The peak of a step for each choice of what is computed again, and the measured one."""
+    bars = [
+        (f"{item['graph']}, {peak['cost_ms']:.1f} ms computed again", _parts(peak), f"{peak['bytes'] / 2**20:,.1f} MiB")
+        for item in data["memory"]
+        for peak in item["frontier"]
+    ]
+    found = data.get("measured_peak")
+    if found:
+        parts = {"there before": found["held"] / 2**20, "of the step": found["bytes"] / 2**20}
+        bars.append((f"measured in step {found['step']}", parts, f"{sum(parts.values()):,.1f} MiB"))
+    return bar_chart("The peak of a step, as predicted for each choice that was tried", bars) if bars else ""
+
+
+def _parts(peak: Data) -> dict[str, float]:
+    own = peak["bytes"] - peak["resident"]
+    return {"there before": peak["resident"] / 2**20, "of the step": own / 2**20}
 
 
 def _recomputed(item: Data) -> Markup:

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ort_accel.reporting import GraphMemory, PlanRow, Report
+from ort_accel.reporting import GraphMemory, MeasuredPeak, Peak, PlanRow, Report
 
 KINDS = {1: "recompute", 2: "keep a smaller copy"}
 
@@ -28,7 +28,20 @@ def render_memory(report: Report) -> RenderableType | None:
         parts += [_summary(graph), plan_table(graph.plans), _clusters(graph.plans)]
         if graph.symbols:
             parts.append(Text("sizes: " + ", ".join(f"{name} = {size}" for name, size in graph.symbols.items())))
+    if report.measured_peak is not None:
+        parts.append(Text(measured(report.measured_peak)))
     return Group(*parts)
+
+
+def measured(peak: MeasuredPeak) -> str:
+    """The measured peak of a step, in a line."""
+    whole = f"{mib(peak.held + peak.bytes)} MiB: {mib(peak.held)} before it, and {mib(peak.bytes)} of its own"
+    return f"measured peak of step {peak.step}: {whole} (resident set of the process)"
+
+
+def predicted(peak: Peak) -> str:
+    """The predicted peak of a step, in a line."""
+    return f"{mib(peak.bytes)} MiB: {mib(peak.resident)} before it, and {mib(peak.bytes - peak.resident)} of its own"
 
 
 def plan_table(rows: Sequence[PlanRow]) -> Table:
@@ -48,6 +61,10 @@ def _summary(graph: GraphMemory) -> Table:
     facts.add_row("memory of", f"{graph.graph}, level {graph.level}, {graph.layers} layers found")
     facts.add_row("kept for the backward", kept)
     facts.add_row("computed again", f"{graph.repeated} operators, about {graph.cost_ms:.1f} ms a step")
+    if graph.frontier:
+        facts.add_row("predicted peak of a step", predicted(graph.frontier[-1]))
+    if len(graph.frontier) > 1:
+        facts.add_row("without recomputation", predicted(graph.frontier[0]))
     return facts
 
 

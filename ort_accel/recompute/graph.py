@@ -12,7 +12,11 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ort_accel.lowering.nodes import fakes_in, is_part, is_random, is_size, is_view, writes
+from ort_accel.lowering.row_operators import own
 from ort_accel.lowering.sizes import expression, hinted_elements
+
+ON_ROWS = {own.rows_of, own.rows_into, own.scaled_dot_product_of_rows}
+"""The operators of graphs that compute only some rows."""
 
 Bytes = Any
 """A number of bytes: an int, or a sympy expression where sizes can change."""
@@ -73,7 +77,8 @@ def can_be_repeated(node: fx.Node) -> bool:
         return can_be_repeated(whole(node))
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or is_size(node):
         return False
-    if target.namespace not in ("aten", "prims") or is_random(node) or writes(node):
+    is_known = target.namespace in ("aten", "prims") or target.overloadpacket in ON_ROWS
+    if not is_known or is_random(node) or writes(node):
         return False
     sizes_depend_on_data = free_unbacked_symbols(fakes_in(node.meta.get("val")))
     return torch.Tag.data_dependent_output not in target.tags and not sizes_depend_on_data

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from ort_accel.lowering.nodes import is_part, is_view
+from ort_accel.lowering.row_operators import own
 from ort_accel.recompute.graph import can_be_repeated, inputs_of
 
 aten = torch.ops.aten
@@ -28,6 +29,8 @@ NAMES: dict[Any, str] = {
     aten.embedding: "Gather",
     aten.index: "Gather",
     aten.index_select: "Gather",
+    own.rows_of: "Gather",
+    own.rows_into: "Concat+Gather",
     aten.gather: "GatherElements",
     aten.cat: "Concat",
     aten._to_copy: "Cast",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -11,14 +11,16 @@ from torch import fx
 
 from ort_accel.config.plan_text import Plan, join_plans, read_plan_file
 from ort_accel.config.sections import Memory
+from ort_accel.recompute.budget import Foresee, choices, within
 from ort_accel.recompute.checkpoints import take_marks
 from ort_accel.recompute.cost import milliseconds
 from ort_accel.recompute.graph import forward_nodes, whole
 from ort_accel.recompute.layers import Layers, find_layers, region
-from ort_accel.recompute.partition import Pair, partition
-from ort_accel.recompute.plans import COMPROMISE, Option, Place, Probe, Wish, find_plans, matched
+from ort_accel.recompute.partition import Pair, partition, rehearsed
+from ort_accel.recompute.plans import COMPROMISE, RECOMPUTE, Option, Place, Probe, Wish, find_plans, matched
 from ort_accel.recompute.stash import stash, total
-from ort_accel.reporting import GraphMemory, PlanRow, Report
+from ort_accel.recompute.timeline import Cutter, Timeline, timeline
+from ort_accel.reporting import GraphMemory, Peak, PlanRow, Report
 
 LOG = logging.getLogger("ort_accel")
 
@@ -31,18 +33,30 @@ NO_LAYERS = (
 class Recompute:
     """`memory:` at work for one model."""
 
-    def __init__(self, memory: Memory, report: Report) -> None:
-        self._memory, self._report = memory, report
+    def __init__(self, memory: Memory, report: Report, cutter: Cutter, predicts: bool = False) -> None:
+        """`cutter` tells how graphs will be cut into segments. `predicts` asks for the peak of a step in the report,
+        which takes a while; with a budget it is there anyway."""
+        self._memory, self._report, self._cutter = memory, report, cutter
+        self._predicts = predicts or memory.budget is not None
         self._plans = _plans(memory)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, graph: str, **how: Any) -> Pair:
         """Divide a joint graph, with what was chosen computed again in the backward."""
-        chosen = self.choose(joint.graph, graph)
+
+        def foresee(nodes: Collection[fx.Node]) -> Timeline:
+            forward, backward = rehearsed(joint, inputs, nodes, **how)
+            return timeline(forward, backward, how["num_fwd_outputs"], self._cutter)
+
+        chosen = self.choose(joint.graph, graph, foresee)
+        record = self._report.memory[graph]
+        if self._predicts and not record.frontier:
+            sets: tuple[Collection[fx.Node], ...] = ((), chosen) if chosen else ((),)
+            record.frontier = [_peak(nodes, foresee(nodes)) for nodes in sets]
         divided = partition(joint, inputs, chosen, **how)
-        self._report.memory[graph].stash = total(stash(joint.graph))
+        record.stash = total(stash(joint.graph))
         return divided
 
-    def choose(self, joint: fx.Graph, graph: str) -> set[fx.Node]:
+    def choose(self, joint: fx.Graph, graph: str, foresee: Foresee) -> set[fx.Node]:
         """The operators that are computed again, recorded in the report."""
         marks = take_marks(joint)
         layers = find_layers(forward_nodes(joint))
@@ -52,6 +66,13 @@ class Recompute:
         taken = self._level_places(joint, layers, options, graph) if self._level() else []
         taken = [place for place in taken if not place.nodes & marks.borders]
         taken += [place for wish in wishes for place in wish.places]
+        if self._memory.budget is not None:
+            always = marks.again.union(*(place.nodes for place in taken))
+            free = [p for option in options if option.kind == RECOMPUTE for p in option.places if p not in taken]
+            free = [place for place in free if not place.nodes & marks.borders]
+            tried = within(self._memory.budget, choices(free, always, foresee))
+            record.frontier = [_peak(choice.nodes, choice.step) for choice in tried]
+            taken += tried[-1].places
         chosen = marks.again.union(*(place.nodes for place in taken))
         record.plans = _rows(options, wishes, taken)
         self._record(record, joint, chosen)
@@ -61,7 +82,8 @@ class Recompute:
         return 0 if self._memory.level == "auto" else self._memory.level
 
     def _probe(self) -> Probe:
-        return Probe.parse("1:1" if self._level() else self._memory.probe)
+        decides = self._level() or self._memory.budget is not None
+        return Probe.parse("1:1" if decides else self._memory.probe)
 
     def _level_places(self, joint: fx.Graph, layers: Layers, options: Sequence[Option], graph: str) -> list[Place]:
         """What a level computes again: all that lies within layers, and at level 1 without compromises."""
@@ -85,6 +107,10 @@ class Recompute:
         record.symbols = _symbols(joint)
         record.repeated, record.cost_ms = len(chosen), sum(map(milliseconds, chosen))
         self._report.memory[record.graph] = record
+
+
+def _peak(nodes: Collection[fx.Node], step: Timeline) -> Peak:
+    return Peak(step.peak, step.resident, sum(map(milliseconds, nodes)))
 
 
 def within_layers(joint: fx.Graph, layers: Layers) -> set[fx.Node]:

@@ -19,3 +19,10 @@ def partition(joint: fx.GraphModule, inputs: Any, chosen: Collection[fx.Node] = 
     compute_again(joint.graph, chosen)
     forward, backward = default_partition(joint, inputs, **how)
     return forward, backward
+
+
+def rehearsed(joint: fx.GraphModule, inputs: Any, chosen: Collection[fx.Node] = (), **how: Any) -> Pair:
+    """What `partition` would give, with the joint graph left as it is."""
+    graph, twins = fx.Graph(), {}  # type: tuple[fx.Graph, dict[fx.Node, fx.Node]]
+    graph.output(graph.graph_copy(joint.graph, twins)).meta = dict(joint.graph.output_node().meta)
+    return partition(fx.GraphModule(joint, graph), inputs, [twins[node] for node in chosen], **how)

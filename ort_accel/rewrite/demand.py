@@ -17,6 +17,9 @@ from ort_accel.rewrite.rows import Demand, Everything, Some, join
 from ort_accel.rewrite.tokens import Passage, passage, value_of
 from ort_accel.rewrite.upstream import chosen, sliced
 
+RESULT = "the model's result"
+"""What reads an output of the graph."""
+
 
 @dataclass(frozen=True)
 class Wishes:
@@ -58,7 +61,7 @@ class _Search:
     def run(self) -> Demands:
         for position, item in enumerate(returned(self._graph)):
             if isinstance(item, fx.Node) and position not in self._unread:
-                self._read[item].append(Everything("the model's result"))
+                self._read[item].append(Everything(RESULT))
         for node in reversed(self._graph.nodes):
             if node.op == "output":
                 continue
@@ -124,8 +127,14 @@ class _Search:
             if choice:
                 self._read[given].append(choice)
             elif loss is None or given is not loss.scores:
-                reader = demand.reader if demand.reader != "the model's result" else f"{op_name(node)}{place_of(node)}"
-                self._read[given].append(Everything(reader))
+                known = demand.reader != RESULT and not _brings_tokens_together(node, given)
+                self._read[given].append(Everything(demand.reader if known else f"{op_name(node)}{place_of(node)}"))
+
+
+def _brings_tokens_together(node: fx.Node, given: fx.Node) -> bool:
+    """Whether a node makes a value without tokens of one with tokens: then it is what reads them all."""
+    before, after = _shape(given), _shape(node)
+    return len(after) < 3 <= len(before) and before[:2] != after[:2] and not is_view(node)
 
 
 def _shape(node: fx.Node) -> tuple[Any, ...]:

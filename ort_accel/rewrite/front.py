@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ort_accel.lowering.nodes import is_part, is_random, op_name, writes
-from ort_accel.lowering.row_operators import CAUSAL, FULL, MASKED
+from ort_accel.lowering.row_attention import CAUSAL, FULL, MASKED
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
 from ort_accel.rewrite.gradients import has_gradient
 from ort_accel.rewrite.padding import Attention
@@ -97,6 +97,17 @@ class Front:
             place[row] = torch.arange(len(row))
         spans = [look.spans(*run, rows) for run in self.runs]
         return Batch(rows, places, spans, densities, True)
+
+    def example(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """Tables of the right form, with every row in every set; none where there are too few rows."""
+        values: dict[str, int] = {}
+        self._symbols.read(list(inputs), values)
+        counts = [self.size(item.count, values) for item in self.plan.sets]
+        batches = [self.size(expression(value_of(run[0].query).shape[0]), values) for run in self.runs]
+        if any(count < LEAST for count in counts):
+            return []
+        rows, places = ([torch.arange(count) for count in counts] for _ in range(2))
+        return [*rows, *places, *(torch.zeros(batch, 5, dtype=torch.long) for batch in batches)]
 
     @property
     def runs(self) -> list[tuple[Attention, RowSet, RowSet]]:

@@ -35,8 +35,7 @@ class Loss:
 
     def of_rows(self, scores: Tensor, target: Tensor, dense: Any) -> Tensor:
         """The loss of some rows; a loss of each row stays one number for each."""
-        arguments = [dense(item) for item in self.node.args]
-        arguments[:2] = [scores, target]
+        arguments = [scores, target, *map(dense, self.node.args[2:])]
         given = {name: dense(item) for name, item in self.node.kwargs.items()}
         if self.node.target in {aten.nll_loss2d.default}:
             return aten.nll_loss.default(*arguments, **given)

@@ -13,10 +13,12 @@ from torch._prims_common import compute_elementwise_output_logical_to_physical_p
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._sympy.printers import PythonPrinter
 
+from ort_accel.lowering.draws import kept
 from ort_accel.lowering.nodes import is_part, is_random
 from ort_accel.lowering.row_operators import own
 from ort_accel.lowering.sizes import expression
 from ort_accel.rewrite.front import Front
+from ort_accel.rewrite.labels import Loss
 from ort_accel.rewrite.padding import Attention, flat_heads
 from ort_accel.rewrite.plan import RowSet
 from ort_accel.rewrite.rows import Extent
@@ -70,8 +72,9 @@ class Packing(fx.Interpreter):
             return None
         if node in self._plan.set_of:
             return self._packed_call(node)
-        if node in self._demands.losses:
-            return self._loss(node)
+        loss = self._demands.losses.get(node)
+        if loss and (some := self._demands.rows(loss.scores)) and some.dims == loss.demand.dims:
+            return self._loss(loss)
         if self._chooses(node):
             return self._chosen(node)
         args, kwargs = (fx.map_arg(item, self._dense) for item in (node.args, node.kwargs))
@@ -81,8 +84,7 @@ class Packing(fx.Interpreter):
         some, rows = self._demands.rows(node), self._plan.set_of[node]
         assert some is not None
         if is_part(node):
-            whole = self.env[node.args[0]]
-            return Packed(self._at(Packed(whole.tensor[node.args[1]], whole.dims, whole.rows), rows), some.dims, rows)
+            return Packed(self._part(node, some.dims, rows), some.dims, rows)
         attention = self._demands.attentions.get(node)
         if attention:
             return Packed(self._attend(attention, rows), some.dims, rows)
@@ -91,6 +93,12 @@ class Packing(fx.Interpreter):
         how = self._demands.passages[node]
         made = how.make(_Inputs(self, node, rows, how.needs))
         return Packed(made, some.dims, rows)
+
+    def _part(self, node: fx.Node, dims: Dims, rows: RowSet) -> Tensor:
+        whole, index = self.env[node.args[0]], node.args[1]
+        if not isinstance(whole, Packed):
+            return self._pack(whole[index], dims, rows)
+        return self._of(node, Packed(whole.tensor[index], whole.dims, whole.rows), dims, rows)
 
     # Inputs of operators
 
@@ -115,8 +123,13 @@ class Packing(fx.Interpreter):
         key = (node, dims, rows.number)
         if key not in self._known:
             value = self.env[node]
-            self._known[key] = self._at(value, rows) if isinstance(value, Packed) else self._pack(value, dims, rows)
+            is_packed = isinstance(value, Packed)
+            self._known[key] = self._of(node, value, dims, rows) if is_packed else self._pack(value, dims, rows)
         return self._known[key]
+
+    def _of(self, node: fx.Node, value: Packed, dims: Dims, rows: RowSet) -> Tensor:
+        """A packed value for rows along these dimensions; others read its rows along more of them."""
+        return self._at(value, rows) if value.dims == dims else self._pack(self._unpacked(node, value), dims, rows)
 
     def _pack(self, dense: Tensor, dims: Dims, rows: RowSet) -> Tensor:
         flat = dense.permute([*dims, *rest_of(dense.ndim, dims)]).flatten(0, len(dims) - 1)
@@ -154,20 +167,19 @@ class Packing(fx.Interpreter):
 
     # Operators with rules of their own
 
-    def _loss(self, node: fx.Node) -> Tensor:
-        loss = self._demands.losses[node]
-        rows, some = self._plan.set_of[loss.scores], self._demands.rows(loss.scores)
-        assert some is not None
-        scores = self.packed(loss.scores, some.dims, rows)
+    def _loss(self, loss: Loss) -> Tensor:
+        rows, dims = self._plan.set_of[loss.scores], loss.demand.dims
+        scores = self.packed(loss.scores, dims, rows)
         target = own.rows_of(self._dense(loss.target).reshape(-1), self.rows(rows), self.places(rows))
         value = loss.of_rows(scores, target, lambda item: fx.map_arg(item, self._dense))
         if loss.reduction != 0:
             return value
         losses = own.rows_into(value, self.rows(rows), self.places(rows), self.size(rows.count))
-        return losses.reshape([self.size(expression(size)) for size in value_of(node).shape])
+        return losses.reshape([self.size(expression(size)) for size in value_of(loss.node).shape])
 
     def _chooses(self, node: fx.Node) -> bool:
-        return node.target is aten.select.int and isinstance(self.env.get(node.args[0]), Packed)
+        value = self.env.get(node.args[0])
+        return node.target is aten.select.int and isinstance(value, Packed) and value.dims == (0, 1)
 
     def _chosen(self, node: fx.Node) -> Tensor:
         """One token of each sequence, from packed tokens."""
@@ -198,8 +210,9 @@ class Packing(fx.Interpreter):
             place = place + first if d == dim % len(small) else place
             flat = flat * self.size(expression(large[d])) + place
         value = self.env[given]
-        if not isinstance(value, Packed):
-            dense = value.permute([*dims, *rest_of(value.ndim, dims)]).flatten(0, len(dims) - 1)
+        if not isinstance(value, Packed) or value.dims != dims:
+            dense = self._dense(given)
+            dense = dense.permute([*dims, *rest_of(dense.ndim, dims)]).flatten(0, len(dims) - 1)
             whole = torch.full([dense.shape[0]], -1, dtype=torch.long)
             return own.rows_of(dense, flat, whole.index_copy(0, flat, self._numbers(rows)))
         numbers = self.places(value.rows).index_select(0, flat)
@@ -218,9 +231,9 @@ class Packing(fx.Interpreter):
         if training and probability > 0:
             mask = self._mask(value_of(given), 1 - probability)
             if rows and some:
-                kept = self._pack(mask, some.dims, rows)
+                here = self._pack(mask, some.dims, rows)
                 scale = 1 / (1 - probability) if probability < 1 else 0.0
-                value = value * (kept.to(value.dtype) * scale)
+                value = aten.native_dropout_backward(value, here, scale)
         return Packed(value, some.dims, rows) if rows and some else None
 
     def _mask(self, operand: Tensor, keep: float) -> Tensor:
@@ -228,11 +241,12 @@ class Packing(fx.Interpreter):
         with disable_proxy_modes_tracing():  # the operand belongs to another trace
             order = compute_elementwise_output_logical_to_physical_perm(operand)[0]
         sizes = [self.size(expression(operand.shape[dim])) for dim in order]
-        if keep == 0:
-            return torch.zeros([sizes[order.index(dim)] for dim in range(operand.ndim)], dtype=torch.bool)
-        blank = torch.empty(sizes, dtype=torch.bool)
-        drawn = aten.bernoulli.p(blank, keep)
+        drawn = self._drawn(sizes, keep, operand.device)
         return drawn.permute([order.index(dim) for dim in range(len(order))])
+
+    def _drawn(self, sizes: Sequence[Any], keep: float, device: torch.device) -> Tensor:
+        """Nothing is drawn where nothing is kept."""
+        return kept(sizes, keep, device) if keep else torch.zeros(sizes, dtype=torch.bool, device=device)
 
     def _attend(self, attention: Attention, queries: RowSet) -> Tensor:
         keys = self._plan.core_of(attention)
@@ -243,8 +257,15 @@ class Packing(fx.Interpreter):
         query = self.packed(attention.query, (0, 2), queries)
         key, value = (self.packed(item, (0, 2), keys) for item in (attention.key, attention.value))
         mask = None if attention.mask is None else self._dense(attention.mask)
-        rows = self.rows(queries), self.rows(keys)
-        return own.scaled_dot_product_of_rows(query, key, value, spans, *rows, mask, attention.scale)[0]
+        rows, keep = (self.rows(queries), self.rows(keys)), 1 - attention.dropout
+        dropped = self._kept_pairs(attention, keep) if attention.dropout else None
+        return own.scaled_dot_product_of_rows(query, key, value, spans, *rows, mask, dropped, keep, attention.scale)[0]
+
+    def _kept_pairs(self, attention: Attention, keep: float) -> Tensor:
+        """What dropout keeps of the weights, for all pairs."""
+        query, key = value_of(attention.query), value_of(attention.key)
+        sizes = [self.size(expression(size)) for size in (*query.shape[:3], key.shape[2])]
+        return self._drawn(sizes, keep, query.device)
 
     def _attend_densely(self, attention: Attention, queries: RowSet) -> Tensor:
         """With zeros where nothing was computed, which are not looked at."""

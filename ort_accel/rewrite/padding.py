@@ -34,7 +34,7 @@ class Attention:
         """Whether each sequence can be computed on its own, with nothing but what it needs."""
         is_plain = value_of(self.query).shape[1] == value_of(self.key).shape[1]
         needs_gradient = self.mask is not None and has_gradient(self.mask)
-        return self.dropout == 0 and is_plain and not needs_gradient
+        return is_plain and not needs_gradient
 
     def demand(self, of_result: Demand) -> Some | None:
         """The rows of the queries; None where all are needed."""

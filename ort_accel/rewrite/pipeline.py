@@ -41,6 +41,11 @@ class Proposal:
         """Which values are computed for which rows."""
         return self.front.plan
 
+    @property
+    def why_whole(self) -> str:
+        """What reads the rows that are not left out."""
+        return _why_not(self.traced.graph, self.plan.demands)
+
     def needed(self, batch: Batch) -> float:
         """Floating point operations that a batch needs."""
         if not batch.fits:

@@ -239,7 +239,8 @@ def reduction(node: fx.Node, dims: Dims) -> Passage | None:
     rank = _rank(given)
     wish: Any = node.args[1]
     over = [dim % rank for dim in (wish if isinstance(wish, list | tuple) else [wish])]
-    keep = bool(node.args[schema.index("keepdim")]) if len(node.args) > schema.index("keepdim") else False
+    at = schema.index("keepdim")
+    keep = bool(node.args[at] if len(node.args) > at else node.kwargs.get("keepdim", False))
     inner = dims if keep else tuple(rest_of(rank, tuple(over))[dim] for dim in dims)
     if not over or set(over) & set(inner):
         return None
@@ -258,6 +259,16 @@ def concatenation(node: fx.Node, dims: Dims) -> Passage | None:
         return None
     place = packed_dim(dim, dims)
     return Passage(dict.fromkeys(parts, dims), lambda source: torch.cat([source.packed(part) for part in parts], place))
+
+
+@works_on(aten.stack)
+def stack(node: fx.Node, dims: Dims) -> Passage | None:
+    parts: Any = node.args[0]
+    dim = int(node.args[1]) % _rank(node) if len(node.args) > 1 else 0
+    if dim in dims:
+        return None
+    inner, place = tuple(d - (d > dim) for d in dims), packed_dim(dim, dims)
+    return Passage(dict.fromkeys(parts, inner), lambda source: torch.stack([source.packed(x) for x in parts], place))
 
 
 @works_on(aten.slice)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import platform
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import ort_accel
@@ -19,14 +21,28 @@ from ort_accel.reporting import Report
 FORMAT = b"ort_accel cache 1\n"
 CHECKSUM_BYTES = 32
 
+UNFINISHED_SECONDS = 600.0
+"""A file that nobody has written to for so long will not be finished."""
+
+
+class ModelKeys:
+    """Names models by a fingerprint of all that decides what ONNX Runtime makes of them."""
+
+    def __init__(self, context: str) -> None:
+        """`context` names what besides the model decides that: the runtime, its version and its settings."""
+        self._context = "\n".join([ort_accel.__version__, platform.machine(), processor(), context]).encode()
+
+    def of(self, model: bytes) -> str:
+        """The fingerprint of a model."""
+        return hashlib.sha256(self._context + b"\0" + model).hexdigest()
+
 
 class ModelCache:
     """A folder of optimized models. Trouble with the folder is noted in the report and costs only the time saved."""
 
-    def __init__(self, folder: Path, context: str, report: Report) -> None:
-        """`context` names what besides the model decides the result: the runtime, its version and its settings."""
-        self._folder, self._report = folder, report
-        self._context = "\n".join([ort_accel.__version__, platform.machine(), processor(), context]).encode()
+    def __init__(self, folder: Path, keys: ModelKeys, report: Report) -> None:
+        self._folder, self._keys, self._report = folder, keys, report
+        self._delete_unfinished()
 
     def get(self, model: bytes) -> bytes | None:
         """The optimized model, if it is there and whole."""
@@ -55,9 +71,19 @@ class ModelCache:
         except OSError as error:
             self._report.note(f"engine.cache_dir: cannot write to {self._folder}: {error.strerror}; nothing is kept")
 
+    def _delete_unfinished(self) -> None:
+        """Delete what killed processes left; what is fresh may belong to one that is writing."""
+        latest, count = time.time() - UNFINISHED_SECONDS, 0
+        with suppress(OSError):
+            for path in self._folder.glob(".*.model.*"):
+                if path.stat().st_mtime < latest:
+                    path.unlink()
+                    count += 1
+        if count:
+            self._report.note(f"engine.cache_dir: deleted {count} files that processes were writing when they ended")
+
     def _path(self, model: bytes) -> Path:
-        fingerprint = hashlib.sha256(self._context + b"\0" + model).hexdigest()
-        return self._folder / f"{fingerprint}.model"
+        return self._folder / f"{self._keys.of(model)}.model"
 
 
 def optimized_by(create: Callable[[Path], object]) -> bytes:

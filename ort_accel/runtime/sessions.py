@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+import torch
+
 from ort_accel.errors import OrtAccelError
 from ort_accel.files import write_aside
 from ort_accel.runtime.cache import ModelCache, optimized_by
+from ort_accel.runtime.journal import Attempt, CrashJournal
 from ort_accel.runtime.session import Session, SessionSettings
+from ort_accel.runtime.tensors import OrtValue
 
 
 class ModelFolder:
@@ -39,37 +43,83 @@ class ModelFolder:
             raise OrtAccelError(f"engine.save_onnx: cannot write {path}: {error.strerror}") from error
 
 
+Run = Callable[[Sequence[OrtValue]], list[torch.Tensor]]
+
+
 class Sessions:
     """Makes the sessions of one model. Segments that are alike, such as those of equal layers, share one."""
 
     def __init__(
-        self, settings: SessionSettings, cache: ModelCache | None = None, folder: ModelFolder | None = None
+        self,
+        settings: SessionSettings,
+        cache: ModelCache | None = None,
+        folder: ModelFolder | None = None,
+        journal: CrashJournal | None = None,
     ) -> None:
         self.settings = settings
-        self._cache, self._folder = cache, folder
-        self._made: WeakValueDictionary[bytes, Session] = WeakValueDictionary()
+        self._cache, self._folder, self._journal = cache, folder, journal
+        self._made: WeakValueDictionary[bytes, _Watched] = WeakValueDictionary()
 
-    def create(self, model: bytes, inputs: Sequence[str], outputs: Sequence[str], name: str) -> Session:
+    def without_trace(self) -> Sessions:
+        """Sessions for trials, which are neither cached nor written down; should one end the process, it is known."""
+        return Sessions(self.settings, journal=self._journal)
+
+    def create(self, model: bytes, inputs: Sequence[str], outputs: Sequence[str], name: str) -> Run:
         """A session for a model that was written in ONNX; `name` is what `engine.save_onnx` calls it."""
         session = self._made.get(model)
         if session is None or self._folder is not None:
-            session = self._made[model] = self._create(model, inputs, outputs, name)
+            attempt = self._attempt(model, name)
+            session = self._made[model] = _Watched(self._create(model, inputs, outputs, name, attempt), attempt)
         return session
 
-    def _create(self, model: bytes, inputs: Sequence[str], outputs: Sequence[str], name: str) -> Session:
+    def try_out(self, model: bytes, name: str) -> None:
+        """Raise what ONNX Runtime has against a small model."""
+        attempt = self._attempt(model, name)
+        with attempt.watched():
+            place = self.settings.place
+            Session(model, [], [], SessionSettings(threads=1, optimize=False, log_severity=4, place=place, whole=True))
+        attempt.succeeded()
+
+    def _attempt(self, model: bytes, name: str) -> Attempt:
+        return self._journal.attempt(model, name) if self._journal is not None else Attempt()
+
+    def _create(
+        self, model: bytes, inputs: Sequence[str], outputs: Sequence[str], name: str, attempt: Attempt
+    ) -> Session:
         if self._cache is None and self._folder is None:
-            return Session(model, inputs, outputs, self.settings)
-        optimized = self._optimized(model)
+            with attempt.watched():
+                return Session(model, inputs, outputs, self.settings)
+        optimized = self._optimized(model, attempt)
         if self._folder is not None:
             self._folder.write(name, "lowered", model)
             self._folder.write(name, "optimized", optimized)
-        return Session(optimized, inputs, outputs, replace(self.settings, optimize=False))
+        with attempt.watched():
+            return Session(optimized, inputs, outputs, replace(self.settings, optimize=False))
 
-    def _optimized(self, model: bytes) -> bytes:
+    def _optimized(self, model: bytes, attempt: Attempt) -> bytes:
         kept = self._cache.get(model) if self._cache else None
         if kept is not None:
             return kept
-        optimized = optimized_by(lambda path: Session(model, [], [], self.settings, optimized_path=path))
+        with attempt.watched():
+            optimized = optimized_by(lambda path: Session(model, [], [], self.settings, optimized_path=path))
         if self._cache is not None:
             self._cache.put(model, optimized)
         return optimized
+
+
+class _Watched:
+    """A session whose runs are watched until the first one has succeeded."""
+
+    def __init__(self, session: Session, attempt: Attempt) -> None:
+        self._session = session
+        self._attempt: Attempt | None = attempt
+
+    def __call__(self, feeds: Sequence[OrtValue]) -> list[torch.Tensor]:
+        attempt = self._attempt
+        if attempt is None:
+            return self._session(feeds)
+        with attempt.watched():
+            results = self._session(feeds)
+        attempt.succeeded()
+        self._attempt = None
+        return results

@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from torch import nn
 
 from ort_accel import engine
-from ort_accel.capture.layers import layers_of
+from ort_accel.capture.layers import kinds_of, layers_of
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.subscribers.base import SubscriberBase
@@ -100,10 +100,9 @@ def accelerate_partitioned(model: nn.Module, config: Config, offload: Any) -> No
         engine.decline(model, config, reason)
         return
     gathering = _Gathering(offload, layers)
-    engine.accelerate_layers(model, config, layers, undo=gathering.undo)
-    kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+    engine.accelerate_layers(model, config, layers, undo=gathering.undo, zero3=True)
     largest = max(sum(parameter.ds_numel for parameter in _parameters(layer)) for layer in layers)
-    how = f"{len(layers)} layers ({kinds}) are gathered one by one, and one ahead"
+    how = f"{kinds_of(layers)} are gathered one by one, and one ahead"
     engine.report(model).applied(FEATURE, f"{how}; the largest has {largest:,} parameters")
 
 

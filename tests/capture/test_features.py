@@ -16,10 +16,7 @@ from ort_accel.reporting import State
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 UNUSUAL = {
-    "engine.skip_checks": True,
-    "memory.budget": 0.5,
     "memory.early_gradient_release": True,
-    "observe.memory_stats": True,
 }
 
 
@@ -67,8 +64,8 @@ def test_a_wish_that_cannot_be_obeyed_is_an_error(path):
 
 def test_all_such_wishes_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
-        features(memory={"budget": 0.5, "early_gradient_release": True}, observe={"memory_stats": True})
-    wanted = ["memory.budget", "memory.early_gradient_release", "observe.memory_stats"]
+        features(memory={"budget": 0.5, "offload": True, "early_gradient_release": True})
+    wanted = ["memory.early_gradient_release", "memory.offload"]
     assert [problem.path for problem in caught.value.problems] == wanted
 
 

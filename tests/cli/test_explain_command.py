@@ -103,10 +103,10 @@ def test_what_is_no_model_is_one_line_and_exit_code_2(content, said, tmp_path):
 
 
 def test_a_configuration_that_cannot_be_obeyed_is_exit_code_2(tmp_path):
-    (tmp_path / "x.yaml").write_text("memory:\n  level: 1\n")
+    (tmp_path / "x.yaml").write_text("memory:\n  offload: true\n")
     result = runner.invoke(app, ["explain", "bert", "--config", str(tmp_path / "x.yaml")])
     assert result.exit_code == 2
-    assert "memory.level" in result.stderr
+    assert "memory.offload" in result.stderr
 
 
 def test_a_fallback_that_is_not_allowed_is_exit_code_2_and_lists_what_would_fall_back(tmp_path):

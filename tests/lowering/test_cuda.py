@@ -11,6 +11,8 @@ from ort_accel.lowering.assign import Assigner
 from ort_accel.reporting import Reason
 from ort_accel.runtime import cuda
 from ort_accel.runtime.place import Place
+from ort_accel.runtime.session import SessionSettings
+from ort_accel.runtime.sessions import Sessions
 
 aten = torch.ops.aten
 
@@ -21,7 +23,7 @@ def traced(function, *shapes, device="cuda:0"):
 
 
 def refusals(graph):
-    assigner = Assigner(opset=17, place=Place("cuda", 0))
+    assigner = Assigner(17, Sessions(SessionSettings(threads=1, place=Place("cuda", 0))))
     return {node.target: assigner.refusal(node) for node in graph.nodes if node.op == "call_function"}
 
 

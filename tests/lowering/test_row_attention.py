@@ -3,30 +3,72 @@
 import pytest
 import torch
 
-from ort_accel.lowering import row_operators
-from ort_accel.lowering.row_operators import CAUSAL, FULL, MASKED, own
+from ort_accel.lowering import row_attention
+from ort_accel.lowering.row_attention import CAUSAL, FULL, MASKED
+from ort_accel.lowering.row_operators import own
 
 
-def step(kind, mask, dtype):
+def tensors_of(dtype):
     torch.manual_seed(0)
-    tensors = [torch.randn(rows, 2, 8, dtype=dtype, requires_grad=True) for rows in (7, 9, 9)]
+    return [torch.randn(rows, 2, 8, dtype=dtype, requires_grad=True) for rows in (7, 9, 9)]
+
+
+def slope(out):
+    return torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+
+
+def step(kind, mask, dtype, kept=None, keep=1.0):
+    tensors = tensors_of(dtype)
     spans = torch.tensor([[0, 3, 0, 4, kind], [3, 7, 4, 9, kind]])
-    out, logsumexp = own.scaled_dot_product_of_rows(*tensors, spans, torch.arange(7), torch.arange(9), mask, 0.3)
-    out.backward(torch.linspace(-1, 1, out.numel(), dtype=dtype).view_as(out))
-    return [out.detach(), logsumexp.detach(), *(tensor.grad for tensor in tensors)]
+    rows = torch.arange(7), torch.arange(9)
+    out, _ = own.scaled_dot_product_of_rows(*tensors, spans, *rows, mask, kept, keep, 0.3)
+    out.backward(slope(out))
+    return [out.detach(), *(tensor.grad for tensor in tensors)]
+
+
+def mask_for(kind):
+    if kind != MASKED:
+        return None
+    mask = torch.rand(2, 1, 9, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask[..., 0] = True
+    mask = mask[:, :, None, :].expand(2, 1, 9, 9).contiguous()
+    mask[1, ..., 4] = True
+    return mask
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", [FULL, CAUSAL, MASKED], ids=["full", "causal", "masked"])
 def test_products_are_the_fused_kernel(kind, dtype, monkeypatch):
-    mask = torch.rand(2, 1, 9, generator=torch.Generator().manual_seed(1)) > 0.4
-    mask = mask[:, :, None, :].expand(2, 1, 9, 9).contiguous() if kind == MASKED else None
-    if mask is not None:
-        mask[..., 0] = True
+    mask = mask_for(kind)
     expected = step(kind, mask, dtype)
-    monkeypatch.setitem(row_operators._KERNELS, "cpu", row_operators._KERNELS["cuda"])
+    monkeypatch.setattr(row_attention, "_is_fused", lambda *_: False)
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(step(kind, mask, dtype), expected, check_dtype=False, **tolerance)
+    torch.testing.assert_close(step(kind, mask, dtype), expected, **tolerance)
+
+
+@pytest.mark.parametrize("keep", [0.7, 0.0])
+@pytest.mark.parametrize("kind", [FULL, CAUSAL, MASKED], ids=["full", "causal", "masked"])
+def test_dropout_is_that_of_its_definition(kind, keep):
+    mask = mask_for(kind)
+    kept = torch.rand(2, 2, 9, 9, generator=torch.Generator().manual_seed(2)) < keep
+    out, *grads = step(kind, mask, torch.float64, kept, keep)
+    tensors = tensors_of(torch.float64)
+    pieces = []
+    for number, (q, k) in enumerate(((slice(0, 3), slice(0, 4)), (slice(3, 7), slice(4, 9)))):
+        query, key, value = tensors[0][q].transpose(0, 1), tensors[1][k].transpose(0, 1), tensors[2][k].transpose(0, 1)
+        scores = query @ key.mT * 0.3
+        places = torch.arange(7)[q] % 9, torch.arange(9)[k]
+        allowed = torch.ones(scores.shape[1:], dtype=torch.bool)
+        if kind == CAUSAL:
+            allowed = allowed.tril()
+        if kind == MASKED:
+            allowed = mask[number, 0][places[0]][:, places[1]]
+        weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+        weights = weights * kept[number][:, places[0]][:, :, places[1]] * (1 / keep if keep else 0)
+        pieces.append((weights @ value).transpose(0, 1))
+    expected = torch.cat(pieces)
+    expected.backward(slope(expected))
+    torch.testing.assert_close([out, *grads], [expected.detach(), *(tensor.grad for tensor in tensors)])
 
 
 @pytest.mark.parametrize("operator", [own.rows_of, own.rows_into, own.scaled_dot_product_of_rows])

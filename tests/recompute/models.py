@@ -16,14 +16,17 @@ from tests.against_eager import Trace, step
 
 NAMES = ("bert", "gpt2", "llama", "t5")
 
+ALL_ROWS = {"density": {"labels": False, "padding": False}, "compute": {"upstream": False}}
+"""Settings with which BERT computes rows that its classifier does not read; the others compute all rows anyway."""
 
-def size(name: str) -> Workload:
-    return Workload(name, hidden=32, layers=2, heads=2, batch=2, length=16, vocab=64, dropout=0.1)
+
+def size(name: str, rows: int) -> Workload:
+    return Workload(name, hidden=32, layers=2, heads=2, batch=rows, length=16, vocab=64, dropout=0.1)
 
 
 @cache
-def model_and_batch(name: str) -> tuple[nn.Module, Batch]:
-    return build(size(name)), batch_of(size(name))
+def model_and_batch(name: str, rows: int = 2) -> tuple[nn.Module, Batch]:
+    return build(size(name, rows)), batch_of(size(name, rows))
 
 
 def accelerated(name: str, memory: dict[str, Any], **config: Any) -> nn.Module:
@@ -31,17 +34,17 @@ def accelerated(name: str, memory: dict[str, Any], **config: Any) -> nn.Module:
     return ort_accel.accelerate(copy.deepcopy(model_and_batch(name)[0]), config | quiet)
 
 
-def one_step(name: str, memory: dict[str, Any], **config: Any) -> tuple[Trace, GraphMemory]:
+def one_step(name: str, memory: dict[str, Any], rows: int = 2, **config: Any) -> tuple[Trace, GraphMemory]:
     """A step with these memory settings, and what was recorded of it."""
     model = accelerated(name, memory, **config)
-    trace = step(model, **model_and_batch(name)[1])
+    trace = step(model, **model_and_batch(name, rows)[1])
     return trace, list(ort_accel.report(model).memory.values())[-1]
 
 
 @cache
-def plain(name: str) -> tuple[Trace, GraphMemory]:
+def plain(name: str, all_rows: bool = False, rows: int = 2) -> tuple[Trace, GraphMemory]:
     """The step with nothing computed again."""
-    return one_step(name, {"level": 0})
+    return one_step(name, {"level": 0}, rows, **(ALL_ROWS if all_rows else {}))
 
 
 def assert_same_bits(one: Trace, other: Trace) -> None:

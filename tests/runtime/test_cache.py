@@ -16,7 +16,7 @@ import torch
 import ort_accel
 from ort_accel.reporting import Report
 from ort_accel.runtime import cache as cache_module
-from ort_accel.runtime.cache import ModelCache
+from ort_accel.runtime.cache import ModelCache, ModelKeys
 
 HOUSE = Path(__file__).parents[2]
 
@@ -60,7 +60,7 @@ def test_a_damaged_file_is_reported_and_made_again(tmp_path, damage):
 
 
 def test_one_flipped_bit_is_found(tmp_path):
-    cache = ModelCache(tmp_path, "context", Report())
+    cache = ModelCache(tmp_path, ModelKeys("context"), Report())
     cache.put(b"model", b"optimized model")
     (path,) = entries(tmp_path)
     content = bytearray(path.read_bytes())
@@ -70,9 +70,9 @@ def test_one_flipped_bit_is_found(tmp_path):
 
 
 def test_another_context_is_another_entry(tmp_path):
-    ModelCache(tmp_path, "onnxruntime 1.19.2", Report()).put(b"model", b"optimized")
-    assert ModelCache(tmp_path, "onnxruntime 1.19.2", Report()).get(b"model") == b"optimized"
-    assert ModelCache(tmp_path, "onnxruntime 1.31.1", Report()).get(b"model") is None
+    ModelCache(tmp_path, ModelKeys("onnxruntime 1.19.2"), Report()).put(b"model", b"optimized")
+    assert ModelCache(tmp_path, ModelKeys("onnxruntime 1.19.2"), Report()).get(b"model") == b"optimized"
+    assert ModelCache(tmp_path, ModelKeys("onnxruntime 1.31.1"), Report()).get(b"model") is None
 
 
 def test_a_folder_that_cannot_be_written_costs_only_a_note(tmp_path):
@@ -94,7 +94,7 @@ def test_a_full_disk_costs_only_a_note(tmp_path, monkeypatch):
 
 
 def write_many(folder: str, seed: int) -> None:
-    cache = ModelCache(Path(folder), "context", Report())
+    cache = ModelCache(Path(folder), ModelKeys("context"), Report())
     for number in range(200):
         cache.put(b"model %d" % (number % 5), b"%d" % (number % 5) * 10_000)
         body = cache.get(b"model %d" % ((number + seed) % 5))
@@ -115,8 +115,8 @@ def test_processes_may_share_the_folder(tmp_path):
 def test_a_process_killed_while_writing_leaves_a_usable_cache(tmp_path):
     code = (
         "import sys; from pathlib import Path; from ort_accel.reporting import Report\n"
-        "from ort_accel.runtime.cache import ModelCache\n"
-        f"cache = ModelCache(Path({str(tmp_path)!r}), 'context', Report())\n"
+        "from ort_accel.runtime.cache import ModelCache, ModelKeys\n"
+        f"cache = ModelCache(Path({str(tmp_path)!r}), ModelKeys('context'), Report())\n"
         "while True:\n    cache.put(b'model', b'x' * 5_000_000)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=HOUSE)
@@ -126,7 +126,7 @@ def test_a_process_killed_while_writing_leaves_a_usable_cache(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait(10)
     report = Report()
-    assert ModelCache(tmp_path, "context", report).get(b"model") == b"x" * 5_000_000
+    assert ModelCache(tmp_path, ModelKeys("context"), report).get(b"model") == b"x" * 5_000_000
     assert report.notes == []
 
 

@@ -12,9 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,10 +23,10 @@ import ort_accel.engine  # noqa: F401  # imported now, so as not to be measured
 from ort_accel.cli.benchmark import contenders
 from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
 from ort_accel.config import Config, load_config
+from ort_accel.observe.process_memory import reset_peak, resident
 
 STEPS = 3
 TIMEOUT = 600
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def in_fresh_processes(name: str, workload: Workload, config: Config, threads: int) -> dict[str, Any]:
@@ -81,7 +79,7 @@ def most_memory(name: str, workload: Workload, config: Config) -> dict[str, Any]
         contenders.forget_gradients(model)
         contenders.step(model, batch, workload.precision)
     later = resident("VmHWM")
-    growth = [None if peak is None or begin is None else round(peak - begin, 1) for peak in (first, later)]
+    growth = [None if peak is None or begin is None else round((peak - begin) / 2**20, 1) for peak in (first, later)]
     return {"first_step_mib": growth[0], "later_steps_mib": growth[1]}
 
 
@@ -91,21 +89,6 @@ MEASUREMENTS = {"first step": first_step, "memory": most_memory}
 def _prepared_step(name: str, model: nn.Module, batch: Batch, precision: str, config: Config) -> None:
     contenders.prepare(name, model, config)
     contenders.step(model, batch, precision)
-
-
-def resident(key: str = "VmRSS") -> float | None:
-    """MiB of memory in use, or with `VmHWM` the most since the last reset. None where the system does not tell."""
-    try:
-        lines = _STATUS.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{key}:")), None)
-
-
-def reset_peak() -> None:
-    """Forget the most memory that was in use, where the system allows that."""
-    with suppress(OSError):
-        _RESET.write_text("5")
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ from ort_accel.lowering.tune.made_up import made_up, symbols_of
 from ort_accel.lowering.tune.measurable import obstacle
 from ort_accel.reporting import Race, Reason, Report, Runner
 from ort_accel.runtime.place import Place
-from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.tuning import Results, Seconds, Stopwatch
 
@@ -44,7 +43,7 @@ class Tuner:
     """Chooses for the graphs of one model."""
 
     opset: int
-    settings: SessionSettings
+    sessions: Sessions
     stopwatch: Stopwatch
     results: Results
     report: Report
@@ -64,11 +63,11 @@ class Tuner:
         if reason := self._refusal(graph):
             return self._unmeasured(name, assignment, reason)
         try:
-            with _unnoticed(self.settings.place):
+            with _unnoticed(self.sessions.settings.place):
                 self._time_kinds(module, kinds)
                 divisions = self._divisions(assignment, kinds)
             programs = {label: make(_moved(assignment, division, {})) for label, division in divisions.items()}
-            with _unnoticed(self.settings.place):
+            with _unnoticed(self.sessions.settings.place):
                 seconds = self._time_programs(name, graph, programs)
         except Exception as error:
             line = (str(error).splitlines() or [""])[0]
@@ -91,16 +90,16 @@ class Tuner:
 
     def _time_kinds(self, module: fx.GraphModule, kinds: list[Kind]) -> None:
         """Measure what is not known yet, as long as half of the time is left for whole graphs."""
-        sessions, symbols = Sessions(self.settings), symbols_of(module.graph)
+        symbols = symbols_of(module.graph)
         if self.results.get("crossing") is None:
-            runs = crossing.runs(self.opset, sessions)
+            runs = crossing.runs(self.opset, self.sessions)
             self._keep(self.stopwatch.race(crossing.SUBJECT, runs, share=0.1), "crossing")
         reserve = self.stopwatch.left / 2
         for kind in kinds:
             if self.stopwatch.left < reserve:
                 break
             if self.results.get("kind", kind.key) is None:
-                runs = kind.runs(module, self.opset, sessions, symbols)
+                runs = kind.runs(module, self.opset, self.sessions, symbols)
                 self._keep(self.stopwatch.race(kind.subject, runs, share=0.25, in_a_row=3), "kind", kind.key)
 
     def _keep(self, seconds: Seconds | None, *subject: str) -> None:

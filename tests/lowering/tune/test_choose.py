@@ -48,7 +48,7 @@ class Tuned:
     def __init__(self, function, *inputs, figures, path=None, only_saved=False, dynamic=False) -> None:
         self.report, self.figures = Report(), figures
         results = Results(path, "here", self.report)
-        tuner = Tuner(OPSET, SETTINGS, figures, results, self.report, only_saved)
+        tuner = Tuner(OPSET, Sessions(SETTINGS), figures, results, self.report, only_saved)
         lowering = Lowering(Sessions(SETTINGS), OPSET, self.report, tuner=tuner)
         traced = make_fx(lambda *x: [function(*x)], tracing_mode="symbolic" if dynamic else "fake")(*inputs)
         self.program = lower_graph(traced, lowering, "forward 0")

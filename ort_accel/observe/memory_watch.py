@@ -1,0 +1,125 @@
+"""`observe.memory_stats`: memory at four points of a training step, and the peak of one step as it was measured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _pytree as pytree
+
+from ort_accel.observe.logs import rank
+from ort_accel.observe.process_memory import reset_peak, resident, return_free_memory
+from ort_accel.reporting import MeasuredPeak, Report
+
+FIRST = 2
+"""The first step whose peak is measured; those before capture and compile."""
+
+EACH = 10
+"""So many steps are logged one by one; later ones where their number is a power of two."""
+
+
+class MemoryWatch:
+    """Follows the training steps of one model."""
+
+    def __init__(self, report: Report, release: Callable[[], None], prints: bool) -> None:
+        """`release` empties the pool of ONNX Runtime, `prints` asks for the line of each phase."""
+        self._report, self._release, self._prints = report, release, prints
+        self._step = -1
+        self._model: Callable[[], nn.Module | None] = lambda: None
+        self._base, self._held, self._compiled = 0, 0, 0
+        self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._hook.remove()
+
+    def before_forward(self, model: nn.Module) -> None:
+        """A forward with gradients begins."""
+        self._end_measurement()
+        self._model, self._step = ref(model), self._step + 1
+        if self._step >= FIRST and self._report.measured_peak is None:
+            self._begin_measurement(model)
+        self._line("before forward")
+
+    def after_forward(self, outputs: Any) -> None:
+        """It has given its outputs; from one of them the backward will come."""
+        self._line("after forward")
+        leaves = (leaf for leaf in pytree.tree_leaves(outputs) if type(leaf) is Tensor and leaf.requires_grad)
+        first = next(leaves, None)
+        if first is not None:
+            step = self._step
+            queue = Variable._execution_engine.queue_callback
+            first.register_hook(lambda _: queue(lambda: self._backwarded(step)))  # type: ignore[no-untyped-call]
+
+    def _backwarded(self, step: int) -> None:
+        if step == self._step:
+            self._line("after backward")
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        model = self._model()
+        if model is None:
+            return
+        own = {id(parameter) for parameter in model.parameters()}
+        if any(id(item) in own for group in optimizer.param_groups for item in group["params"]):
+            self._optimizer = ref(optimizer)
+            self._line("after step")
+
+    def _begin_measurement(self, model: nn.Module) -> None:
+        """Note what is there, with nothing in it that is only kept for later."""
+        self._release()
+        return_free_memory()
+        base = resident()
+        if base is not None and reset_peak():
+            self._base, self._compiled = base, self._report.counters["compilations"]
+            self._held = sum(tensor.nbytes for tensor in self._tensors(model))
+
+    def _end_measurement(self) -> None:
+        """The step that was measured is over. One in which something was compiled does not count."""
+        base, self._base = self._base, 0
+        most = resident("VmHWM")
+        if base and most is not None and self._report.counters["compilations"] == self._compiled:
+            self._report.measured_peak = MeasuredPeak(self._step, self._held, most - base)
+
+    def _tensors(self, model: nn.Module) -> Iterator[Tensor]:
+        """What is alive before the step: parameters, buffers, gradients that are kept, and the optimizer's states."""
+        parameters = list(model.parameters())
+        yield from parameters
+        yield from model.buffers()
+        yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
+        optimizer = self._optimizer()
+        states = optimizer.state.values() if optimizer is not None else ()
+        yield from (value for state in states for value in state.values() if isinstance(value, Tensor))
+
+    def _line(self, phase: str) -> None:
+        model, step = self._model(), self._step
+        if not self._prints or model is None or not (step < EACH or step & (step - 1) == 0):
+            return
+        figures = {**_figures(next(model.parameters()).device), **_sizes(model)}
+        shown = " | ".join(f"{name} {'unknown' if value is None else value >> 20}" for name, value in figures.items())
+        print(f"rank-{rank()} step {step} memory (MiB) | {phase} | {shown}", file=sys.stderr)
+
+
+def _figures(device: torch.device) -> dict[str, int | None]:
+    """What the device's allocator tells; on a CPU, what the system tells of the process."""
+    if device.type != "cuda":
+        return {"resident": resident(), "most resident": resident("VmHWM")}
+    told = torch.cuda.memory_stats(device)
+    names = {"allocated": "allocated_bytes", "cached": "reserved_bytes", "inactive": "inactive_split_bytes"}
+    found: dict[str, int | None] = {}
+    for name, key in names.items():
+        found |= {name: told.get(f"{key}.all.current"), f"max {name}": told.get(f"{key}.all.peak")}
+    return found
+
+
+def _sizes(model: nn.Module) -> dict[str, int]:
+    """Bytes of a model's own tensors."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    kinds = {"parameters": model.parameters(), "gradients": gradients, "buffers": model.buffers()}
+    return {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in kinds.items()}

@@ -1,0 +1,86 @@
+"""Processes that train together: what one does otherwise hurts no result, and nobody waits for one that is gone."""
+
+import json
+import signal
+
+import pytest
+
+from tests.engine.together import end_badly
+from tests.forked import START
+from tests.ranks import run_ranks
+
+SHARDED = ["checkpointing by layers", "net by layers", "net by parts of layers"]
+UNEVEN = ["other shapes", "a shorter dataset", "another operator in PyTorch", "a failure in ONNX Runtime"]
+ROUNDING = {"rel": 1e-5, "abs": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What both processes saw."""
+    folder = tmp_path_factory.mktemp("together")
+    run_ranks("tests.engine.together", folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", [*SHARDED, *UNEVEN])
+def test_losses_and_weights_equal_those_without_the_engine(seen, name):
+    for process in seen:
+        run = process[name]
+        assert run["mine"] == pytest.approx(run["stock"], **ROUNDING)
+        assert run["stock"][0] != run["stock"][2], "nothing was learned"
+        assert run["furthest"] < 1e-5
+        assert any(segment["runner"] == "onnxruntime" for segment in run["report"]["segments"])
+    assert seen[0][name]["stock"] != seen[1][name]["stock"]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "graphs"),
+    [
+        # each kind forward and backward, for fixed and for open sizes; in evaluation, forward alone
+        (
+            "checkpointing by layers",
+            "4 layers (FSDPLlamaDecoderLayer, Linear)",
+            2 * 4 + 4,
+        ),  # a cache tells layers apart
+        ("net by layers", "4 layers (FSDPLayer, Linear)", 3 * 4 + 3),  # there are two kinds of Layer
+        ("net by parts of layers", "7 layers (FSDPLinear, Linear)", 3 * 4 + 3),
+    ],
+)
+def test_layers_that_are_alike_share_their_graphs(seen, name, layers, graphs):
+    for process in seen:
+        run = process[name]
+        assert f"FSDP2 shards this model, and {layers} run on ONNX Runtime one by one" in run["report"]["notes"]
+        assert run["report"]["counters"]["compilations"] == graphs
+        assert "a graph break" not in {item["op"] for item in run["report"]["fallbacks"]}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_sharded_model_can_be_restored(seen, name):
+    for process in seen:
+        assert process[name]["restored"] == pytest.approx(process[name]["stock"][-1:], **ROUNDING)
+
+
+def test_each_process_reports_what_happened_to_it_alone(seen):
+    def refusals(rank, name):
+        return {item["reason"] for item in seen[rank][name]["report"]["fallbacks"]}
+
+    assert "asked for in the configuration" not in refusals(0, "another operator in PyTorch")
+    assert "asked for in the configuration" in refusals(1, "another operator in PyTorch")
+    assert "failed in ONNX Runtime" not in refusals(0, "a failure in ONNX Runtime")
+    assert "failed in ONNX Runtime" in refusals(1, "a failure in ONNX Runtime")
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [("kill -9", -signal.SIGKILL), ("an error", 1), ("a shorter dataset", 0)], ids=str
+)
+def test_nobody_waits_for_a_process_that_is_gone(tmp_path, how, code):
+    processes = [START.Process(target=end_badly, args=(rank, how, str(tmp_path))) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [1, code]
+    assert "onnection" in (tmp_path / "0.txt").read_text()

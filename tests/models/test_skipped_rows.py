@@ -1,0 +1,142 @@
+"""Models that skip what is padded or ignored learn what they learn in eager mode, whatever their batches look like."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.against_eager import assert_step_as_eager, compilations, pair, report
+from tests.models.zoo import DECODER, ENCODER, SEQ2SEQ, VOCABULARY, made
+from tests.rewrite.rewritten import Rewritten, assert_as_eager
+
+CONFIG = {"engine": {"dynamic_shapes": True}, "density": {"padding": True}, "observe": {"log_level": "error"}}
+
+ONE_LAYER = {"num_hidden_layers": 1}
+
+CLASSES = {"num_labels": 3, "problem_type": "single_label_classification"}
+"""Named, since a model that finds the problem out changes at its first step, and is compiled twice."""
+
+Batch = dict[str, Any]
+
+
+def padded(rows: int, length: int, side: str) -> Batch:
+    """Rows of any length from none to full."""
+    kept = torch.randint(0, length + 1, (rows, 1))
+    kept[0] = torch.randint(length // 2, length + 1, ())
+    place = torch.arange(length)
+    mask = ((place < kept) if side == "right" else (place >= length - kept)).long()
+    return {"input_ids": torch.randint(3, VOCABULARY, (rows, length)) * mask, "attention_mask": mask}
+
+
+def some_labelled(batch: Batch, share: float = 0.4) -> torch.Tensor:
+    """Labels for some real tokens."""
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    return ids.masked_fill((torch.rand(ids.shape) > share) | (mask == 0), -100)
+
+
+def classified(rows: int, length: int, side: str) -> Batch:
+    batch = padded(rows, length, side)
+    return batch | {"labels": torch.randint(0, 3, (rows,))}
+
+
+def masked(rows: int, length: int, side: str) -> Batch:
+    batch = padded(rows, length, side)
+    return batch | {"labels": some_labelled(batch)}
+
+
+def causal(rows: int, length: int, side: str) -> Batch:
+    """Answers behind prompts without labels: no padded position says what comes next."""
+    batch = padded(rows, length, side)
+    behind_prompt = batch["attention_mask"].cumsum(1) > 1
+    return batch | {"labels": some_labelled(batch, 0.8).masked_fill(~behind_prompt, -100), "use_cache": False}
+
+
+def sequence_to_sequence(rows: int, length: int, side: str) -> Batch:
+    """Questions and answers that are padded differently."""
+    question, answer = padded(rows, length, side), padded(rows, length - 3, "right")
+    question["attention_mask"][:, -1] = 1
+    return question | {"labels": some_labelled(answer, 0.9)}
+
+
+MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[..., Batch]]] = {
+    "bert": (made("BertForSequenceClassification", "BertConfig", **ENCODER | ONE_LAYER | CLASSES), classified),
+    "roberta": (made("RobertaForMaskedLM", "RobertaConfig", **ENCODER | ONE_LAYER, pad_token_id=0), masked),
+    "distilbert": (
+        made(
+            "DistilBertForSequenceClassification",
+            "DistilBertConfig",
+            vocab_size=VOCABULARY,
+            dim=16,
+            n_layers=1,
+            n_heads=2,
+            hidden_dim=32,
+            **CLASSES,
+        ),
+        classified,
+    ),
+    "electra": (made("ElectraForMaskedLM", "ElectraConfig", **ENCODER | ONE_LAYER, embedding_size=8), masked),
+    "gpt2": (
+        made("GPT2LMHeadModel", "GPT2Config", vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=64),
+        causal,
+    ),
+    "llama": (made("LlamaForCausalLM", "LlamaConfig", **DECODER | ONE_LAYER), causal),
+    "mistral": (made("MistralForCausalLM", "MistralConfig", **DECODER | ONE_LAYER, sliding_window=6), causal),
+    "qwen2": (made("Qwen2ForCausalLM", "Qwen2Config", **DECODER | ONE_LAYER), causal),
+    "t5": (
+        made(
+            "T5ForConditionalGeneration",
+            "T5Config",
+            vocab_size=VOCABULARY,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+        ),
+        sequence_to_sequence,
+    ),
+    "bart": (
+        made("BartForConditionalGeneration", "BartConfig", **SEQ2SEQ | {"encoder_layers": 1, "decoder_layers": 1}),
+        sequence_to_sequence,
+    ),
+}
+
+
+ON_THE_ENGINE = ("bert", "llama", "bart")
+"""The others' smaller graphs are run by PyTorch, which takes less time; `test_parity` lowers those of all families."""
+
+SIZES = [(5, 12), (3, 9), (6, 15), (4, 11), (7, 10), (5, 8)]
+
+
+def batches(name: str) -> Iterator[Batch]:
+    """Padded on the right, on the left, and so on. In the first one no row is padded as a whole."""
+    for number, (rows, length) in enumerate(SIZES):
+        torch.manual_seed(number)
+        batch = MODELS[name][1](rows, length, "left" if number % 2 else "right")
+        if number == 0:
+            batch["attention_mask"][:, 0] = 1
+        yield batch
+
+
+@pytest.mark.parametrize("name", ON_THE_ENGINE)
+def test_a_step_on_the_engine_equals_eagers(name: str) -> None:
+    eager, ours = pair(MODELS[name][0](), CONFIG)
+    for seed, batch in enumerate(batches(name)):
+        assert_step_as_eager(eager, ours, **batch, seed=seed)
+    assert report(ours).counters["batches run on some rows"] >= len(SIZES) - 1
+    assert compilations(ours) == 2, "a forward and a backward"
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ON_THE_ENGINE])
+def test_a_step_of_the_smaller_graph_equals_eagers(name: str) -> None:
+    eager = MODELS[name][0]()
+    ours = Rewritten(copy.deepcopy(eager), loss_only=True)
+    for batch in batches(name):
+        assert_as_eager(eager, ours, **batch)
+    assert ours.ran["some rows"] >= len(SIZES) - 1, "where a row is padded as a whole, its first token reads padding"
+    assert len(ours.graphs) == 1

@@ -1,0 +1,47 @@
+"""Small modules with one attention, for tests of what the passes find in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WIDTH, VOCABULARY = 8, 11
+
+ReadOut = Callable[[Tensor], Tensor]
+
+
+class Attention(nn.Module):
+    """Attention of some tokens to others under a mask, and what is read of the result."""
+
+    def __init__(self, read: ReadOut, mask: Callable[[Tensor], Tensor | None], **how: object) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.qkv, self.out = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(8, 8)
+        self._read, self._mask, self._how = read, mask, how
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = (part.transpose(1, 2) for part in self.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2))
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(mask), **self._how)
+        return self._read(x + self.out(found.transpose(1, 2).flatten(2)))
+
+
+def first_tokens(x: Tensor) -> Tensor:
+    """What a classifier reads."""
+    return x[:, 0]
+
+
+def keys_of(mask: Tensor) -> Tensor:
+    """A mask that hides padded keys from all queries."""
+    return mask[:, None, None, :].bool()
+
+
+def padded(*kept: int, length: int = 9, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Ids and mask of rows with so many real tokens."""
+    torch.manual_seed(sum(kept))
+    place, counts = torch.arange(length), torch.tensor(kept)[:, None]
+    mask = place >= length - counts if left else place < counts
+    return torch.randint(0, VOCABULARY, mask.shape), mask.long()

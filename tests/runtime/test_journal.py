@@ -1,0 +1,218 @@
+"""A run that ONNX Runtime ended is remembered, and a model that ended two goes to PyTorch."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import ort_accel
+from ort_accel.reporting import Reason, Report
+from ort_accel.runtime import journal
+from ort_accel.runtime.cache import ModelKeys
+from ort_accel.runtime.journal import CrashJournal, EndedBefore
+from ort_accel.runtime.session import Session
+from tests.forked import START
+
+KEYS = ModelKeys("context")
+
+
+def train_once(folder):
+    """One step of a small model; returns its report, and the gradient beside that of eager PyTorch."""
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = first, second
+
+        def forward(self, values):
+            return second(torch.cos(first(values))).sum()
+
+    gradients = []
+    model = Model()
+    for _ in range(2):
+        model(torch.ones(3, 8)).backward()
+        gradients.append(first.weight.grad.clone())
+        first.weight.grad = None
+        ort_accel.accelerate(model, {"engine": {"cache_dir": str(folder)}})
+    return ort_accel.report(model), *gradients
+
+
+def run_once(folder, dies_in, signal_number):
+    """A process that trains, and dies when ONNX Runtime creates or runs a model with a Cos."""
+    original = Session.__init__, Session.__call__
+
+    def create(self, model, *args, **kwargs):
+        self.is_fatal = b"Cos" in model
+        if self.is_fatal and dies_in == "created":
+            die()
+        original[0](self, model, *args, **kwargs)
+
+    def call(self, feeds):
+        if self.is_fatal and dies_in == "run":
+            die()
+        return original[1](self, feeds)
+
+    def die():
+        if signal_number:
+            os.kill(os.getpid(), signal_number)
+        os._exit(3)
+
+    Session.__init__, Session.__call__ = create, call
+    torch.set_num_threads(1)
+    report, expected, got = train_once(folder)
+    torch.testing.assert_close(got, expected)
+    Path(folder, "report.json").write_text(json.dumps(report.to_dict()))
+
+
+def run(folder, dies_in=None, signal_number=0):
+    """Such a process; returns how it ended, and its report if it had one."""
+    process = START.Process(target=run_once, args=(str(folder), dies_in, signal_number))
+    process.start()
+    process.join(120)
+    file = folder / "report.json"
+    report = json.loads(file.read_text()) if file.exists() else {}
+    file.unlink(missing_ok=True)
+    return process.exitcode, report
+
+
+def ended_runs(report):
+    return {item["op"] for item in report["fallbacks"] if item["reason"] == Reason.ENDED_RUNS.value}
+
+
+@pytest.mark.parametrize(
+    ("dies_in", "signal_number", "code", "left_to_pytorch"),
+    [
+        ("run", signal.SIGSEGV, -signal.SIGSEGV, {"aten.addmm.default", "aten.cos.default", "aten.sum.default"}),
+        ("created", 0, 3, {"aten.cos.default"}),
+    ],
+)
+def test_what_ended_two_runs_is_left_to_pytorch(tmp_path, dies_in, signal_number, code, left_to_pytorch):
+    assert run(tmp_path, dies_in, signal_number)[0] == code
+    assert run(tmp_path, dies_in, signal_number)[0] == code
+    exit_code, report = run(tmp_path, dies_in, signal_number)
+    assert exit_code == 0
+    assert ended_runs(report) == left_to_pytorch
+    assert any(segment["runner"] == "onnxruntime" for segment in report["segments"]), "all is left to PyTorch"
+    (note,) = report["notes"]
+    assert "2 runs ended while ONNX Runtime created or first ran it" in note
+    shutil.rmtree(tmp_path / journal.FOLDER)
+    exit_code, report = run(tmp_path)
+    assert (exit_code, report["fallbacks"], report["notes"]) == (0, [], [])
+
+
+def test_one_that_was_killed_is_tried_once_more_and_forgotten_if_that_goes_well(tmp_path):
+    assert run(tmp_path, "run", signal.SIGKILL)[0] == -signal.SIGKILL
+    exit_code, report = run(tmp_path)
+    assert (exit_code, report["fallbacks"]) == (0, [])
+    assert any("1 run ended" in note and "tried once more" in note for note in report["notes"])
+    assert run(tmp_path)[1]["notes"] == []
+
+
+def test_nothing_stays_of_a_run_that_went_well_or_raised(tmp_path):
+    attempt = CrashJournal(tmp_path, KEYS, Report()).attempt(b"model", "part")
+    with attempt.watched():
+        assert len(marks(tmp_path)) == 1
+    with pytest.raises(RuntimeError), attempt.watched():
+        raise RuntimeError
+    assert marks(tmp_path) == []
+
+
+def test_what_another_process_is_doing_just_now_is_no_sign(tmp_path):
+    report = Report()
+    with CrashJournal(tmp_path, KEYS, report).attempt(b"model", "part").watched():
+        CrashJournal(tmp_path, KEYS, report).attempt(b"model", "part")
+    assert report.notes == []
+
+
+def test_processes_that_died_together_count_once(tmp_path):
+    leave(tmp_path, 1, journal._machine(), 11)
+    leave(tmp_path, 1, journal._machine(), 12)
+    report = Report()
+    CrashJournal(tmp_path, KEYS, report).attempt(b"model", "part").succeeded()
+    assert len(report.notes) == 1
+    assert marks(tmp_path) == []
+
+
+def test_other_models_are_not_suspected(tmp_path):
+    leave(tmp_path, 2, journal._machine(), 11)
+    report = Report()
+    CrashJournal(tmp_path, KEYS, report).attempt(b"another model", "part")
+    CrashJournal(tmp_path, ModelKeys("another onnxruntime"), report).attempt(b"model", "part")
+    assert report.notes == []
+
+
+def test_another_machine_may_still_be_at_it_for_an_hour(tmp_path):
+    path = leave(tmp_path, 2, "elsewhere", 11)
+    report = Report()
+    CrashJournal(tmp_path, KEYS, report).attempt(b"model", "part")
+    assert report.notes == []
+    hour_ago = time.time() - journal.FOREIGN_SECONDS - 1
+    os.utime(path, (hour_ago, hour_ago))
+    with pytest.raises(EndedBefore, match="2 runs ended"):
+        CrashJournal(tmp_path, KEYS, report).attempt(b"model", "part")
+
+
+def marks(folder):
+    return sorted((folder / journal.FOLDER).iterdir())
+
+
+def leave(folder, number, machine, process):
+    """What a process leaves that dies in its attempt of this number."""
+    path = folder / journal.FOLDER / f"{KEYS.of(b'model')}.{number}.{machine}.{process}"
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    return path
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A function that mounts a small disk, or mounts it again with other options."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(options):
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("disks cannot be mounted here")
+        return folder
+
+    yield mount
+    if folder.is_mount():
+        subprocess.run(["umount", str(folder)], check=True)
+    assert not folder.is_mount()
+
+
+@pytest.mark.parametrize("options", ["size=4k", "nr_inodes=2"], ids=["no room for a model", "no room for a file"])
+def test_a_full_disk_is_said_and_trained_with(disk, options):
+    folder = disk(options)
+    for _ in range(2):
+        report, expected, got = train_once(folder)
+        torch.testing.assert_close(got, expected)
+        assert any("No space left on device; nothing is kept" in note for note in report.notes)
+        assert report.fallbacks == []
+
+
+def test_a_disk_that_can_only_be_read_serves_what_it_has(disk):
+    folder = disk("size=4m")
+    made = train_once(folder)[0].counters["cache misses"]
+    disk("remount,ro")
+    report, expected, got = train_once(folder)
+    torch.testing.assert_close(got, expected)
+    assert report.counters["cache hits"] == made > 0
+    assert any("Read-only file system; should ONNX Runtime end a process" in note for note in report.notes)
+
+
+def test_a_crash_is_remembered_where_it_cannot_be_written_any_more(disk):
+    folder = disk("size=4m")
+    leave(folder, 2, journal._machine(), 11)
+    disk("remount,ro")
+    with pytest.raises(EndedBefore):
+        CrashJournal(folder, KEYS, Report()).attempt(b"model", "part")
