@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +16,30 @@ FULL, CAUSAL, MASKED = range(3)
 """How a sequence attends, the last number of its span: each query to all keys, to those up to it, or as a mask says."""
 
 
-class _Sequence(NamedTuple):
-    """One sequence: its rows among those of the queries and of the keys, and what is known of their pairs."""
+class _Run(NamedTuple):
+    """Sequences that follow each other and are alike: their rows, and what is known of their pairs."""
 
+    sequences: int
     queries: slice
     keys: slice
     is_causal: bool
     mask: Tensor | None
     """What is added to the scores."""
     dropped: Tensor | None
+
+
+class _Span(NamedTuple):
+    """One sequence, as it is in the table of spans."""
+
+    first_query: int
+    end_query: int
+    first_key: int
+    end_key: int
+    kind: int
+
+    @property
+    def is_empty(self) -> bool:
+        return self.first_query == self.end_query or self.first_key == self.end_key
 
 
 @dataclass(frozen=True)
@@ -36,17 +52,41 @@ class _Pairs:
     mask: Tensor | None
     kept: Tensor | None
 
-    def sequences(self, dtype: torch.dtype) -> Iterator[_Sequence]:
-        """All sequences that have queries and keys."""
+    def runs(self, dtype: torch.dtype) -> Iterator[_Run]:
+        """All sequences that have queries and keys. A batch without padding is one run."""
         dropped = None if self.kept is None else ~self.kept
-        for number, (first_query, end_query, first_key, end_key, kind) in enumerate(self.spans.tolist()):
-            queries, keys = slice(first_query, end_query), slice(first_key, end_key)
-            if first_query == end_query or first_key == end_key:
+        spans = [_Span(*span) for span in self.spans.tolist()]
+        for _, group in groupby(range(len(spans)), key=lambda number: self._form(number, spans[number])):
+            numbers = list(group)
+            first, last = spans[numbers[0]], spans[numbers[-1]]
+            if first.is_empty:
                 continue
-            rows = self.query_rows[queries], self.key_rows[keys]
-            mask = None if kind != MASKED or self.mask is None else _added(_part(self.mask, number, *rows), dtype)
-            here = None if dropped is None else _part(dropped, number, *rows)
-            yield _Sequence(queries, keys, kind == CAUSAL, mask, here)
+            rows = self.query_rows[first.first_query : first.end_query], self.key_rows[first.first_key : first.end_key]
+            is_masked = first.kind == MASKED and self.mask is not None
+            yield _Run(
+                len(numbers),
+                slice(first.first_query, last.end_query),
+                slice(first.first_key, last.end_key),
+                first.kind == CAUSAL,
+                _added(_part(self.mask, numbers, *rows), dtype) if is_masked else None,  # type: ignore[arg-type]
+                None if dropped is None else _part(dropped, numbers, *rows),
+            )
+
+    def _form(self, number: int, span: _Span) -> Any:
+        """What alike sequences have in common: their places, if these follow each other. Others are alone."""
+        places = []
+        for rows, first, end, of in (
+            (self.query_rows, span.first_query, span.end_query, 2),
+            (self.key_rows, span.first_key, span.end_key, 3),
+        ):
+            if first == end:
+                return number
+            start, stop = int(rows[first]), int(rows[end - 1])
+            if stop - start + 1 != end - first:
+                return number
+            lengths = [pairs.shape[of] for pairs in (self.mask, self.kept) if pairs is not None]
+            places.append((end - first, [start % length for length in lengths]))
+        return span.kind, places
 
 
 def attention(
@@ -67,12 +107,12 @@ def attention(
         return _by_products(query, key, value, pairs, keep, scale)
     out = query.new_zeros((*query.shape[:2], value.shape[2]))
     logsumexp = query.new_zeros(query.shape[:2], dtype=_wide(query))
-    for q, k, is_causal, added, _ in pairs.sequences(query.dtype):
-        part, sums = aten._scaled_dot_product_flash_attention_for_cpu(
-            *map(_batch_of_one, (query[q], key[k], value[k])), is_causal=is_causal, attn_mask=added, scale=scale
-        )
-        out[q] = part[0].transpose(0, 1)
-        logsumexp[q] = sums[0].transpose(0, 1)
+    for count, q, k, is_causal, added, _ in pairs.runs(query.dtype):
+        given = (_batch(item, count) for item in (query[q], key[k], value[k]))
+        how = {"is_causal": is_causal, "attn_mask": added, "scale": scale}
+        part, sums = aten._scaled_dot_product_flash_attention_for_cpu(*given, **how)
+        out[q] = part.transpose(1, 2).flatten(0, 1)
+        logsumexp[q] = sums.transpose(1, 2).flatten(0, 1)
     return out, logsumexp
 
 
@@ -96,17 +136,12 @@ def attention_backward(
     if not _is_fused(query, kept):
         return _by_products_backward(grad, query, key, value, pairs, keep, scale)
     grads = query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
-    for q, k, is_causal, added, _ in pairs.sequences(query.dtype):
-        parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *map(_batch_of_one, (grad[q], query[q], key[k], value[k], out[q])),
-            logsumexp[q].transpose(0, 1).unsqueeze(0),
-            0.0,
-            is_causal=is_causal,
-            attn_mask=added,
-            scale=scale,
-        )
+    for count, q, k, is_causal, added, _ in pairs.runs(query.dtype):
+        given = (_batch(item, count) for item in (grad[q], query[q], key[k], value[k], out[q]))
+        sums, how = _batch(logsumexp[q], count), {"is_causal": is_causal, "attn_mask": added, "scale": scale}
+        parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, sums, 0.0, **how)
         for whole, where, part in zip(grads, (q, k, k), parts, strict=True):
-            whole[where] = part[0].transpose(0, 1)
+            whole[where] = part.transpose(1, 2).flatten(0, 1)
     return grads
 
 
@@ -115,8 +150,9 @@ def _is_fused(query: Tensor, kept: Tensor | None) -> bool:
     return query.device.type == "cpu" and kept is None
 
 
-def _batch_of_one(rows: Tensor) -> Tensor:
-    return rows.transpose(0, 1).unsqueeze(0)
+def _batch(rows: Tensor, count: int) -> Tensor:
+    """Rows of [heads, ...] as [sequences, heads, length, ...]."""
+    return rows.view(count, -1, *rows.shape[1:]).transpose(1, 2)
 
 
 # As products. Sums are made in single precision at the least, and what can be done for all sequences at once is.
@@ -128,10 +164,9 @@ def _by_products(
     wide = _wide(query)
     scaled, keys, values = query.to(wide) * _scale(query, scale), key.to(wide), value.to(wide) * _inverse(keep)
     out = scaled.new_zeros((*query.shape[:2], value.shape[2]))
-    for sequence in pairs.sequences(wide):
-        q, k = sequence.queries, sequence.keys
-        weights = _dropped(_weights(scaled[q], keys[k], sequence), sequence)
-        out[q] = torch.bmm(weights, values[k].transpose(0, 1)).transpose(0, 1)
+    for run in pairs.runs(wide):
+        weights = _dropped(_weights(scaled[run.queries], keys[run.keys], run), run)
+        out[run.queries] = _as_rows(torch.bmm(weights, _flat(values[run.keys], run)), run)
     return out.to(query.dtype), out.new_zeros(query.shape[:2])
 
 
@@ -142,31 +177,43 @@ def _by_products_backward(
     scaled, keys, values = query.to(wide) * _scale(query, scale), key.to(wide), value.to(wide) * _inverse(keep)
     grads = torch.zeros_like(scaled), torch.zeros_like(keys), torch.zeros_like(values)
     incoming = grad.to(wide)
-    for sequence in pairs.sequences(wide):
-        q, k = sequence.queries, sequence.keys
-        weights, slope = _weights(scaled[q], keys[k], sequence), incoming[q].transpose(0, 1)
-        change = _dropped(torch.bmm(slope, values[k].permute(1, 2, 0)), sequence)
+    for run in pairs.runs(wide):
+        q, k = run.queries, run.keys
+        weights, slope = _weights(scaled[q], keys[k], run), _flat(incoming[q], run)
+        change = _dropped(torch.bmm(slope, _flat(values[k], run).mT), run)
         change = aten._softmax_backward_data(change, weights, -1, wide)
-        grads[0][q] = torch.bmm(change, keys[k].transpose(0, 1)).transpose(0, 1)
-        grads[1][k] = torch.bmm(change.mT, scaled[q].transpose(0, 1)).transpose(0, 1)
-        grads[2][k] = torch.bmm(_dropped(weights, sequence).mT, slope).transpose(0, 1)
+        grads[0][q] = _as_rows(torch.bmm(change, _flat(keys[k], run)), run)
+        grads[1][k] = _as_rows(torch.bmm(change.mT, _flat(scaled[q], run)), run)
+        grads[2][k] = _as_rows(torch.bmm(_dropped(weights, run).mT, slope), run)
     grads[0].mul_(_scale(query, scale))
     grads[2].mul_(_inverse(keep))
     return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
 
 
-def _weights(query: Tensor, key: Tensor, sequence: _Sequence) -> Tensor:
-    """How much each query looks at each key, [heads, queries, keys]."""
-    scores = torch.bmm(query.transpose(0, 1), key.permute(1, 2, 0))
-    if sequence.is_causal:
+def _weights(query: Tensor, key: Tensor, run: _Run) -> Tensor:
+    """How much each query looks at each key, [sequences * heads, queries, keys]."""
+    scores = torch.bmm(_flat(query, run), _flat(key, run).mT)
+    if run.is_causal:
         scores.masked_fill_(torch.ones_like(scores[0], dtype=torch.bool).triu_(1), -torch.inf)
-    elif sequence.mask is not None:
-        scores += sequence.mask[0]
+    elif run.mask is not None:
+        scores.view(run.sequences, -1, *scores.shape[1:]).add_(run.mask)
     return scores.softmax(-1)
 
 
-def _dropped(weights: Tensor, sequence: _Sequence) -> Tensor:
-    return weights if sequence.dropped is None else weights.masked_fill_(sequence.dropped[0], 0.0)
+def _dropped(weights: Tensor, run: _Run) -> Tensor:
+    if run.dropped is not None:
+        weights.view(run.sequences, -1, *weights.shape[1:]).masked_fill_(run.dropped, 0.0)
+    return weights
+
+
+def _flat(rows: Tensor, run: _Run) -> Tensor:
+    """[sequences * heads, length, width]"""
+    return _batch(rows, run.sequences).flatten(0, 1)
+
+
+def _as_rows(flat: Tensor, run: _Run) -> Tensor:
+    """The way back from `_flat`."""
+    return flat.view(run.sequences, -1, *flat.shape[1:]).transpose(1, 2).flatten(0, 1)
 
 
 def _wide(query: Tensor) -> torch.dtype:
@@ -185,12 +232,12 @@ def _inverse(keep: float) -> float:
 # Parts of masks
 
 
-def _part(pairs: Tensor, number: int, query_rows: Tensor, key_rows: Tensor) -> Tensor:
-    """What [batch, heads, queries, keys] has for one sequence; each but the last size may be 1."""
-    part = pairs[number if pairs.shape[0] > 1 else 0]
-    if part.shape[1] > 1:
-        part = _chosen(part, 1, query_rows)
-    return _chosen(part, 2, key_rows).unsqueeze(0)
+def _part(pairs: Tensor, numbers: Sequence[int], query_rows: Tensor, key_rows: Tensor) -> Tensor:
+    """What [batch, heads, queries, keys] has for sequences of the same places; each but the last size may be 1."""
+    part = pairs[numbers[0] : numbers[-1] + 1] if pairs.shape[0] > 1 else pairs
+    if part.shape[2] > 1:
+        part = _chosen(part, 2, query_rows)
+    return _chosen(part, 3, key_rows)
 
 
 def _chosen(part: Tensor, dim: int, rows: Tensor) -> Tensor:

@@ -71,6 +71,42 @@ def test_dropout_is_that_of_its_definition(kind, keep):
     torch.testing.assert_close([out, *grads], [expected.detach(), *(tensor.grad for tensor in tensors)])
 
 
+@pytest.mark.parametrize("keep", [0.7, 1.0])
+@pytest.mark.parametrize("kind", [FULL, CAUSAL, MASKED], ids=["full", "causal", "masked"])
+def test_sequences_that_are_alike_run_together(kind, keep, monkeypatch):
+    """Two whole sequences, and two that lack their first token, between which one is shorter."""
+    torch.manual_seed(0)
+    lengths, starts = [4, 4, 2, 3, 3], [0, 0, 0, 1, 1]
+    rows = torch.cat([torch.arange(n) + s + 4 * i for i, (n, s) in enumerate(zip(lengths, starts, strict=True))])
+    ends = torch.tensor(lengths).cumsum(0)
+    begins = ends - torch.tensor(lengths)
+    spans = torch.stack([begins, ends, begins, ends, torch.full((5,), kind)], 1)
+    mask = (torch.rand(5, 1, 4, 4) > 0.3) | torch.eye(4, dtype=torch.bool) if kind == MASKED else None
+    kept = torch.rand(5, 2, 4, 4) < keep if keep < 1 else None
+    tensors = [torch.randn(16, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    counts = []
+    runs = row_attention._Pairs.runs
+
+    def watched(self, dtype):
+        found = list(runs(self, dtype))
+        counts.append([run.sequences for run in found])
+        return iter(found)
+
+    monkeypatch.setattr(row_attention._Pairs, "runs", watched)
+    together = gradients(
+        own.scaled_dot_product_of_rows(*tensors, spans, rows, rows, mask, kept, keep, None)[0], tensors
+    )
+    assert counts == [[2, 1, 2], [2, 1, 2]]
+    monkeypatch.setattr(row_attention._Pairs, "_form", lambda self, number, span: number)
+    alone = gradients(own.scaled_dot_product_of_rows(*tensors, spans, rows, rows, mask, kept, keep, None)[0], tensors)
+    assert counts[2:] == [[1] * 5, [1] * 5]
+    torch.testing.assert_close(together, alone)
+
+
+def gradients(out, tensors):
+    return [out.detach(), *torch.autograd.grad(out, tensors, slope(out))]
+
+
 @pytest.mark.parametrize("operator", [own.rows_of, own.rows_into, own.scaled_dot_product_of_rows])
 def test_there_is_a_kernel_for_cuda(operator):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(operator.default.name(), "CUDA")
