@@ -82,9 +82,12 @@ class Outcome:
         }
 
 
-def operators(dtype: torch.dtype = torch.float32) -> list[OpInfo]:
+CPU = torch.device("cpu")
+
+
+def operators(dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> list[OpInfo]:
     """Every operator of torch's own tests that has a gradient in a type."""
-    return [op for op in op_db if op.supports_autograd and op.supports_dtype(dtype, "cpu")]
+    return [op for op in op_db if op.supports_autograd and op.supports_dtype(dtype, device.type)]
 
 
 def full_name(op: OpInfo) -> str:
@@ -92,13 +95,13 @@ def full_name(op: OpInfo) -> str:
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else str(op.name)
 
 
-def check(op: OpInfo, samples: int = 2, dtype: torch.dtype = torch.float32) -> Outcome:
+def check(op: OpInfo, samples: int = 2, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Outcome:
     """Run the first samples of an operator through the backend and compare each with eager."""
     outcome = Outcome(full_name(op))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(SEED)
-        drawn = list(islice(op.sample_inputs("cpu", dtype, requires_grad=True), samples))
+        drawn = list(islice(op.sample_inputs(str(device), dtype, requires_grad=True), samples))
         for sample in drawn:
             _check_sample(Case(op, sample), outcome)
     return outcome
@@ -112,6 +115,7 @@ class Case:
         self._leaves, self._op, self._finish = leaves, op, sample.output_process_fn_grad
         self._places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.tensors = [leaves[index].detach() for index in self._places]
+        self.device = next((tensor.device for tensor in self.tensors if tensor.is_cuda), CPU)
         self.wants_grad = [leaves[index].requires_grad for index in self._places]
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -147,8 +151,8 @@ def _direction(result: torch.Tensor) -> torch.Tensor:
     """The gradient that comes in from behind: the same numbers for every type."""
     generator = torch.Generator().manual_seed(SEED)
     if result.is_complex():
-        return torch.randn(result.shape, generator=generator, dtype=torch.complex64).to(result.dtype)
-    return torch.randn(result.shape, generator=generator).to(result.dtype)
+        return torch.randn(result.shape, generator=generator, dtype=torch.complex64).to(result)
+    return torch.randn(result.shape, generator=generator).to(result)
 
 
 def _check_sample(case: Case, outcome: Outcome) -> None:
@@ -159,10 +163,10 @@ def _check_sample(case: Case, outcome: Outcome) -> None:
     if difference(again, expected):  # memory that was never written
         return
     report = Report()
-    fault = _fault(case, _traced(case, ort_backend(report)), expected)
+    fault = _fault(case, _traced(case, ort_backend(report, case.device)), expected)
     if fault and _fault(case, _traced(case, _aot_eager), expected):  # what cannot be traced as a whole
         report = Report()
-        fault = _fault(case, _compiled(case, ort_backend(report)), expected)
+        fault = _fault(case, _compiled(case, ort_backend(report, case.device)), expected)
         if fault and _fault(case, _compiled(case, "aot_eager"), expected):
             fault = (Verdict.SAME_FAULT, fault[1])
     outcome.count(report)
@@ -213,9 +217,15 @@ def _near(actual: Any, expected: Any, exact: Any) -> bool:
     return not error.numel() or bool((error <= ROUNDING * allowed.max() + 16 * scale.max()).all())
 
 
-def ort_backend(report: Report) -> Backend:
+WHOLE: dict[str, Any] = {"density": {"labels": False, "padding": False}, "compute": {"upstream": False}}
+"""Rows are left out of models that Dynamo captures; here single operators are traced without it."""
+
+
+def ort_backend(report: Report, device: torch.device = CPU) -> Backend:
     """The backend, with ONNX Runtime made to run whatever has a lowering, and to fail aloud."""
-    backend = Backend(load_config({"version": 1, "engine": {"fallback": "report", "threads": 1}}), report)
+    backend = Backend(
+        load_config({"version": 1, "engine": {"fallback": "report", "threads": 1}} | WHOLE), report, device
+    )
 
     def fail(error: Exception) -> bool:
         raise error

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from ort_accel.capture.activation import CompiledCall, ModelCall
+from ort_accel.capture.activation import CompiledCall, ModelCall, OutsideLoss
 from ort_accel.capture.backend import Backend
 from ort_accel.capture.layers import LayeredCall, is_sharded, kinds_of, layers_of
+from ort_accel.capture.placement import device_of
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.observe.density import DensityInspector
@@ -33,12 +35,13 @@ def accelerate(model: Model, config: ConfigSource = None) -> Model:
     """Let a model run its forward and backward on ONNX Runtime, in place; returns the same model.
 
     Its class, its `state_dict` and its `forward` stay what they are. Calling it again with an equal configuration
-    changes nothing; with another one, the model is set up anew.
+    changes nothing; with another one, or on another device, the model is set up anew.
     """
     settings = config if isinstance(config, Config) else load_config(config)
     _refuse(model)
-    present, shards = _call_of(model), is_sharded(model)
-    if present is not None and present.backend.config == settings and runs_by_layers(model) is shards:
+    device, shards = device_of(model), is_sharded(model)
+    present = _call_of(model)
+    if present is not None and runs_by_layers(model) is shards and present.backend.serves(settings, device):
         return model
     restore(model)
     if settings.engine.enabled and shards:
@@ -46,7 +49,7 @@ def accelerate(model: Model, config: ConfigSource = None) -> Model:
         accelerate_layers(model, settings, layers)
         report(model).note(f"FSDP2 shards this model, and {kinds_of(layers)} run on ONNX Runtime one by one")
     elif settings.engine.enabled:
-        model._compiled_call_impl = CompiledCall(model, Backend(settings, Report()))
+        model._compiled_call_impl = CompiledCall(model, Backend(settings, Report(), device))
     return model
 
 
@@ -63,8 +66,9 @@ def accelerate_layers(
     Layers that are alike share what is compiled. `undo` is called when the model is restored.
     """
     _refuse(model)
+    device = device_of(model)
     restore(model)
-    backend = Backend(config, Report(), parameters_stay=False, zero3=zero3)
+    backend = Backend(config, Report(), device, parameters_stay=False, zero3=zero3)
     model._compiled_call_impl = LayeredCall(model, backend, layers, undo)
     return model
 
@@ -132,6 +136,12 @@ def report_file_of(model: nn.Module) -> ReportFile | None:
     return None if call is None else call.backend.report_file
 
 
+def together_with(model: nn.Module, loss: OutsideLoss) -> AbstractContextManager[None]:
+    """While this is entered, the next call of an accelerated model computes this loss with it, where that can be."""
+    call = _call_of(model)
+    return nullcontext() if call is None else call.together_with(loss)
+
+
 def inspector_of(model: nn.Module) -> DensityInspector | None:
     """What looks at the batches of an accelerated model, where `density.inspect` asks for it."""
     call = _call_of(model)
@@ -153,11 +163,3 @@ def _refuse(model: nn.Module) -> None:
         raise OrtAccelError("nn.DataParallel copies the model for every step; use DistributedDataParallel instead")
     if model._compiled_call_impl is not None and _call_of(model) is None:
         raise OrtAccelError("model.compile() was called on this model; it cannot run on two compilers at once")
-    devices = {parameter.device.type for parameter in model.parameters()}
-    elsewhere = devices - {"cpu", "meta"}
-    if "mps" in elsewhere:
-        raise OrtAccelError("the model is on mps, where no ONNX Runtime trains; move it to the CPU: model.to('cpu')")
-    if elsewhere:
-        raise OrtAccelError(
-            f"the model is on {', '.join(sorted(elsewhere))}; this version of ort_accel runs models on the CPU only"
-        )

@@ -33,12 +33,13 @@ class Reason(StrEnum):
     GRAPH_BREAK = "not captured"
     WISH = "asked for in the configuration"
     FAILED = "failed in ONNX Runtime"
+    ELSEWHERE = "on another device"
     ENDED_RUNS = "ended earlier runs in ONNX Runtime"
 
     @property
     def is_choice(self) -> bool:
         """Whether PyTorch runs it by design or because it is the better choice, not because ONNX Runtime cannot."""
-        return self in {Reason.RANDOM, Reason.ATTENTION, Reason.SLOWER, Reason.SMALL, Reason.WISH}
+        return self in {Reason.RANDOM, Reason.ATTENTION, Reason.SLOWER, Reason.SMALL, Reason.WISH, Reason.ELSEWHERE}
 
 
 class Runner(StrEnum):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -96,6 +97,17 @@ class Compiled:
         return self._calls[mode]
 
 
+@dataclass
+class OutsideLoss:
+    """A loss that is computed from what a model gives, to be compiled together with the model."""
+
+    function: Callable[..., torch.Tensor]
+    """Called with the model's outputs, and with the arguments."""
+    arguments: tuple[Any, ...]
+    value: torch.Tensor | None = None
+    """The loss of the call that took this up."""
+
+
 class ModelCall:
     """What an accelerated model runs when it is called. Lives in the module's slot for `nn.Module.compile`."""
 
@@ -121,6 +133,11 @@ class ModelCall:
         """Call the model."""
         raise NotImplementedError
 
+    @contextmanager
+    def together_with(self, loss: OutsideLoss) -> Iterator[None]:  # noqa: ARG002
+        """While this is entered, the next call computes this loss, too, where that can be."""
+        yield
+
     def anew(self, model: nn.Module) -> ModelCall:
         """The same for this model, with nothing compiled yet."""
         raise NotImplementedError
@@ -135,12 +152,38 @@ class CompiledCall(ModelCall):
     def __init__(self, model: nn.Module, backend: Backend) -> None:
         super().__init__(model, backend)
         self._call = Compiled(model._call_impl, type(model).__name__, backend)
+        self._loss: OutsideLoss | None = None
+        self._joined: tuple[Callable[..., torch.Tensor], Compiled] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._call(*args, **kwargs)
         self.begin(args, kwargs)
-        return self.end(self._call(*args, **kwargs))
+        loss, self._loss = self._loss, None
+        if loss is None:
+            return self.end(self._call(*args, **kwargs))
+        outputs, loss.value = self._joined_with(loss.function)(loss.arguments, *args, **kwargs)
+        return self.end(outputs)
+
+    @contextmanager
+    def together_with(self, loss: OutsideLoss) -> Iterator[None]:
+        self._loss = loss
+        try:
+            yield
+        finally:
+            self._loss = None
+
+    def _joined_with(self, function: Callable[..., torch.Tensor]) -> Compiled:
+        """The model and a loss as one; what was compiled for another loss is not kept."""
+        if self._joined is None or self._joined[0] != function:
+            call: Callable[..., Any] = self._model._call_impl
+
+            def joined(arguments: tuple[Any, ...], *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
+                outputs = call(*args, **kwargs)
+                return outputs, function(outputs, *arguments)
+
+            self._joined = function, Compiled(joined, type(self._model).__name__, self.backend)
+        return self._joined[1]
 
     def anew(self, model: nn.Module) -> CompiledCall:
         return CompiledCall(model, self.backend)

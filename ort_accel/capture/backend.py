@@ -15,13 +15,15 @@ from torch._guards import TracingContext
 from ort_accel.capture.attention import attention_as
 from ort_accel.capture.choice import chosen_runtime, opset, session_settings, tuner
 from ort_accel.capture.fallback import FallbackPolicy
-from ort_accel.capture.features import record_features
+from ort_accel.capture.features import record_features, refuse_missing
 from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
+from ort_accel.capture.placement import place_for
 from ort_accel.capture.randomness import split_dropout
-from ort_accel.capture.refusals import refuse_forbidden
+from ort_accel.capture.refusals import refuse_forbidden, refuse_moved
 from ort_accel.capture.skipping import Skipping, SkippingPolicy, Smaller, hints, tables_of
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
+from ort_accel.lowering.cast_moves import move_casts
 from ort_accel.lowering.casts import propagate_casts
 from ort_accel.lowering.lower_graph import Lowering, foreseen, lower_graph
 from ort_accel.lowering.program import Program
@@ -37,20 +39,32 @@ from ort_accel.rewrite.pipeline import NothingToSkip, propose
 from ort_accel.runtime.cache import ModelCache, ModelKeys
 from ort_accel.runtime.flavor import Flavor
 from ort_accel.runtime.journal import CrashJournal
+from ort_accel.runtime.place import CPU
 from ort_accel.runtime.pool import release_unused
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import ModelFolder, Sessions
+from ort_accel.runtime.weight_copies import WeightCopies
 
 
 class Backend:
     """Compiles the graphs of one model. Dynamo calls it once for each graph and set of shapes."""
 
-    def __init__(self, config: Config, report: Report, parameters_stay: bool = True, zero3: bool = False) -> None:
-        """`parameters_stay` says that the memory of parameters is in place from step to step, and may be held; `zero3`,
-        that ZeRO stage 3 is what moves it."""
+    def __init__(
+        self,
+        config: Config,
+        report: Report,
+        device: torch.device = CPU.device,
+        parameters_stay: bool = True,
+        zero3: bool = False,
+    ) -> None:
+        """`device` is the model's. `parameters_stay` says that the memory of parameters is in place from step to step,
+        and may be held; `zero3`, that ZeRO stage 3 is what moves it."""
+        refuse_missing(config)
         self.config, self.report = config, report
         self._parameters_stay = parameters_stay
-        runtime, settings = chosen_runtime(config), session_settings(config)
+        runtime = chosen_runtime(config)
+        self.place = place_for(config, runtime, device)
+        settings = session_settings(config, self.place)
         record_features(config, runtime, settings, report, partitioned=zero3)
         level = config.observe.log_level
         configure(level)
@@ -65,6 +79,7 @@ class Backend:
             failed=self.policy.failed,
             fusions=config.compute.fusions is not False,
             tuner=tuner(config, runtime, sessions.without_trace(), report),
+            copies=self._copies(),
         )
         self.skipping = SkippingPolicy(config, self.report)
         cutter = partial(foreseen, lowering=self.lowering)
@@ -78,6 +93,7 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         refuse_forbidden(module, self.config.engine)
+        refuse_moved(inputs, self.place)
         self._is_broken |= breaks_off(module)
         with self.report.timed("capture"), attention_as(self.config.compute.attention):
             if self.skipping.wants_any:
@@ -140,6 +156,10 @@ class Backend:
         finalize(self, watch.close)
         return watch
 
+    def serves(self, config: Config, device: torch.device) -> bool:
+        """Whether this is what a model on a device needs for a configuration."""
+        return config == self.config and device == self.place.device
+
     def _report_file(self) -> ReportFile | None:
         """Where the report goes: at the latest when this backend, or the process, comes to its end."""
         if self.config.observe.report_file is None:
@@ -156,12 +176,19 @@ class Backend:
         cache, journal = ModelCache(folder, keys, self.report), CrashJournal(folder, keys, self.report)
         return Sessions(settings, cache, self._folder(), journal)
 
+    def _copies(self) -> WeightCopies | None:
+        wish = self.config.precision.cache_cast_weights
+        return None if wish is False or not self._parameters_stay else WeightCopies(wish, self.report)
+
     def _folder(self) -> ModelFolder | None:
         engine = self.config.engine
         return ModelFolder(engine.save_onnx, engine.onnx_prefix) if engine.save_onnx else None
 
     def _propagate_casts(self, graph: fx.Graph) -> None:
-        if self.config.precision.cast_propagation.level and (count := propagate_casts(graph)):
+        wish = self.config.precision.cast_propagation
+        if wish.level == 2 and (moved := move_casts(graph, wish.allow, wish.strategy)):
+            self.report.counters["operators moved into the smaller type"] += moved
+        if wish.level and (count := propagate_casts(graph)):
             self.report.counters["casts left out"] += count
 
     def _compiler(self, name: str, static: set[str]) -> Callable[..., Program]:
@@ -204,7 +231,7 @@ def dynamo_backend(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **_: Any
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="ort_accel", options={"config": ...})`."""
-    backend = registered(load_config((options or {}).get("config")))
+    backend = registered(load_config((options or {}).get("config")), _device_in(inputs))
     if not torch._dynamo.config.automatic_dynamic_shapes:
         backend.report.note(FIXED_SIZES)
     return backend(module, inputs)
@@ -215,9 +242,17 @@ FIXED_SIZES = (
     "model; `accelerate launch` does so unless --dynamo_use_dynamic is given"
 )
 
-_REGISTERED: dict[str, Backend] = {}
+_REGISTERED: dict[tuple[str, torch.device], Backend] = {}
 
 
-def registered(config: Config) -> Backend:
-    """The one backend of `torch.compile` with this configuration; its report covers all models compiled so."""
-    return _REGISTERED.setdefault(config.to_yaml(), Backend(config, Report()))
+def registered(config: Config, device: torch.device = CPU.device) -> Backend:
+    """The one backend of `torch.compile` with this configuration on a device; its report covers all such models."""
+    key = (config.to_yaml(), device)
+    if key not in _REGISTERED:
+        _REGISTERED[key] = Backend(config, Report(), device)
+    return _REGISTERED[key]
+
+
+def _device_in(inputs: Sequence[Any]) -> torch.device:
+    """The CUDA device that a graph works on, or the CPU."""
+    return next((item.device for item in inputs if isinstance(item, torch.Tensor) and item.is_cuda), CPU.device)

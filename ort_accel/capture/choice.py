@@ -1,4 +1,4 @@
-"""Which onnxruntime, provider, threads and operator set a model runs with, from the configuration and what is there."""
+"""Which onnxruntime, threads and operator set a model runs with, from the configuration and what is there."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ort_accel.lowering.tune.choose import Tuner
 from ort_accel.observe.logs import severity
 from ort_accel.reporting import Report
 from ort_accel.runtime.flavor import Flavor, installed_runtime
+from ort_accel.runtime.place import CPU, Place
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.tuning import Results, Stopwatch, context_of
@@ -33,12 +34,10 @@ def chosen_runtime(config: Config) -> Flavor:
             f"engine.runtime is {wish}, but {runtime.distribution} {runtime.version} is installed; "
             f'`pip uninstall -y {runtime.distribution}` and then `pip install "ort-accel[{extra}]"`, or set it to auto'
         )
-    if config.engine.provider == "cuda":
-        raise OrtAccelError("engine.provider is cuda, but this version of ort_accel runs models on the CPU only")
     return runtime
 
 
-def session_settings(config: Config) -> SessionSettings:
+def session_settings(config: Config, place: Place = CPU) -> SessionSettings:
     """How sessions run."""
     engine = config.engine
     threads = torch.get_num_threads() if engine.threads == "auto" else engine.threads
@@ -49,6 +48,7 @@ def session_settings(config: Config) -> SessionSettings:
         optimize=config.compute.fusions is not False,
         deterministic=deterministic,
         log_severity=severity(config.observe.log_level),
+        place=place,
     )
 
 
@@ -73,4 +73,5 @@ def tuner(config: Config, runtime: Flavor, sessions: Sessions, report: Report) -
     limit = wish.max_duration_ms / 1e3 if wish.max_duration_ms else math.inf
     settings = sessions.settings
     results = Results(path, context_of(runtime, settings), report)
-    return Tuner(opset(config, runtime), sessions, Stopwatch(limit), results, report, settings.deterministic)
+    stopwatch = Stopwatch(limit, settle=settings.place.settle)
+    return Tuner(opset(config, runtime), sessions, stopwatch, results, report, settings.deterministic)

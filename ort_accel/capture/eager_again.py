@@ -10,6 +10,13 @@ from torch import Tensor, fx
 
 from ort_accel.errors import OrtAccelError
 
+CPU = torch.device("cpu")
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """What random numbers on a device come from."""
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+
 
 class EagerAgain:
     """A call that was made, with all that its results depend on: inputs, random numbers, gradients and autocast."""
@@ -18,9 +25,11 @@ class EagerAgain:
         """Made before the call. `told` is called when the graph runs again."""
         self._module, self._inputs, self._told = module, inputs, told
         self._versions = [item._version for item in inputs if isinstance(item, Tensor)]
-        self._random = torch.get_rng_state()
+        self._device = next((item.device for item in inputs if isinstance(item, Tensor) and item.is_cuda), CPU)
+        self._random = _generator(self._device).get_state()
         self._gradients = torch.is_grad_enabled()
-        self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        kind = self._device.type
+        self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._results: Sequence[Any] | None = None
 
     def output(self, position: int) -> Callable[[], Tensor]:
@@ -36,12 +45,14 @@ class EagerAgain:
                 )
             self._told()
             enabled, dtype = self._autocast
-            present = torch.get_rng_state()
-            torch.set_rng_state(self._random)
+            generator = _generator(self._device)
+            present = generator.get_state()
+            generator.set_state(self._random)
+            cast = torch.autocast(self._device.type, dtype, enabled=enabled)
             try:
-                with torch.set_grad_enabled(self._gradients), torch.autocast("cpu", dtype, enabled=enabled):
+                with torch.set_grad_enabled(self._gradients), cast:
                     self._results = self._module(*self._inputs)
             finally:
-                torch.set_rng_state(present)
+                generator.set_state(present)
             self._inputs = ()
         return self._results

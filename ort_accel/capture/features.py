@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 
 import ort_accel
 from ort_accel.capture.choice import opset
+from ort_accel.capture.cuda_features import NO_TRITON, record_cuda
 from ort_accel.config import Config
 from ort_accel.errors import ConfigError, Problem
+from ort_accel.lowering.cast_moves import MOVABLE
 from ort_accel.reporting import Report
 from ort_accel.runtime.flavor import Flavor
 from ort_accel.runtime.session import SessionSettings
@@ -24,6 +27,7 @@ OBEYED = (
     "engine.enabled",
     "engine.runtime",
     "engine.provider",
+    "engine.provider_options",
     "engine.threads",
     "engine.dynamic_shapes",
     "engine.fallback",
@@ -38,10 +42,18 @@ OBEYED = (
     "engine.allow_checkpoint",
     "engine.skip_checks",
     "precision.cast_propagation.level",
+    "precision.cast_propagation.strategy",
+    "precision.cast_propagation.allow",
+    "precision.cache_cast_weights",
     "compute.fusions",
     "compute.attention",
     "compute.upstream",
     "compute.loss_only",
+    "compute.loss_in_graph",
+    "compute.conv_algorithm",
+    "compute.triton.enabled",
+    "compute.triton.ops_file",
+    "compute.triton.debug",
     "density.labels",
     "density.padding",
     "density.threshold",
@@ -71,6 +83,7 @@ OBEYED = (
     "memory.plans",
     "memory.plan_file",
     "memory.probe",
+    "memory.external_allocator",
     "memory.budget",
     "observe.log_level",
     "observe.report_file",
@@ -80,40 +93,36 @@ OBEYED = (
 """Keys whose every value is obeyed, or refused where it is read."""
 
 MISSING: dict[str, Any] = {
-    "precision.cache_cast_weights": False,
-    "compute.conv_algorithm": "heuristic",
-    "compute.loss_in_graph": False,
-    "compute.triton.enabled": False,
     "memory.early_gradient_release": False,
-    "memory.external_allocator": False,
     "optimizer.step_in_backward": False,
 }
 """Features that this version does not have, with the value that does without them."""
 
-FIXED = (
-    "engine.provider_options",
-    "precision.cast_propagation.strategy",
-    "precision.cast_propagation.allow",
-    "compute.triton.ops_file",
-    "compute.triton.debug",
-    "memory.offload",
-)
+FIXED = ("memory.offload",)
 """Keys that nothing reads in this version, so that only their default is true."""
+
+ONE_CAST = "a tensor is cast into a type once, and not into a wider type and back"
 
 FUSED = (
     "those of ONNX Runtime, the gradient of a cross-entropy in one sweep, and PyTorch's fused attention in single "
     "precision where its 16-bit kernels are slower"
 )
 
-PARTLY: dict[str, tuple[Any, ...]] = {"precision.cast_propagation.level": (0, 1)}
-"""Keys of which only these values are to be had in this version."""
+TRITON: dict[str, Callable[[Config], bool]] = {
+    "compute.triton.enabled": lambda config: config.compute.triton.enabled is True,
+    "compute.triton.ops_file": lambda config: config.compute.triton.ops_file is not None,
+    "compute.triton.debug": lambda config: config.compute.triton.debug,
+}
+"""Wishes for kernels that are not generated."""
 
 _DEFAULTS = Config()
 
 
 def refuse_missing(config: Config) -> None:
     """Raise a `ConfigError` that lists every wish this version cannot obey."""
-    problems = [problem for path in (*MISSING, *FIXED, *PARTLY) if (problem := _problem(config, path)) is not None]
+    problems = [problem for path in (*MISSING, *FIXED) if (problem := _problem(config, path)) is not None]
+    problems += [problem] if (problem := _immovable(config)) is not None else []
+    problems += [Problem(path, f"{NO_TRITON}; remove the key") for path, wish in TRITON.items() if wish(config)]
     if problems:
         raise ConfigError(problems)
 
@@ -121,11 +130,10 @@ def refuse_missing(config: Config) -> None:
 def record_features(
     config: Config, runtime: Flavor, settings: SessionSettings, report: Report, partitioned: bool = False
 ) -> None:
-    """Write into the report what is on, off and refused; a wish that cannot be obeyed is a `ConfigError`.
+    """Write into the report what is on, off and refused.
 
     `partitioned` says that ZeRO stage 3 has spread the parameters of the model over several processes.
     """
-    refuse_missing(config)
     _record_zero3(config, partitioned, report)
     report.versions |= {
         "ort_accel": ort_accel.__version__,
@@ -135,10 +143,11 @@ def record_features(
     }
     report.config = config.to_dict()
     kind = "with training kernels" if runtime.is_training_build else "without training kernels"
-    how = f"CPU, {settings.threads} threads, opset {opset(config, runtime)}"
+    how = f"{settings.place}, {settings.threads} threads, opset {opset(config, runtime)}"
     report.applied("engine", f"{runtime.distribution} {runtime.version}, {kind}, {how}")
     _record_engine(config, settings, report)
     _record_compute(config, report)
+    record_cuda(config, settings.place, report)
     _record_optimizer(config, report)
     _record_trainers(config, report)
     every = f"the density table, every {config.density.inspect_every} batches" if config.density.inspect else ""
@@ -153,12 +162,21 @@ def record_features(
 
 def _problem(config: Config, path: str) -> Problem | None:
     value, default = attrgetter(path)(config), attrgetter(path)(_DEFAULTS)
-    if value in (default, MISSING.get(path, default), *PARTLY.get(path, ())):
+    if value in (default, MISSING.get(path, default)):
         return None
     shown = config.to_dict()
     for part in path.split("."):
         shown = shown[part]
     return Problem(path, f"{json.dumps(shown)} is not to be had in this version of ort_accel; remove the key")
+
+
+def _immovable(config: Config) -> Problem | None:
+    """Operators that may not compute in a smaller type."""
+    wrong = [name for name in config.precision.cast_propagation.allow if name not in MOVABLE]
+    if not wrong:
+        return None
+    text = f"{', '.join(wrong)} cannot be moved into the smaller type; allowed are {', '.join(MOVABLE)}"
+    return Problem("precision.cast_propagation.allow", text)
 
 
 def _record_missing(path: str, without: Any, value: Any, report: Report) -> None:
@@ -205,11 +223,16 @@ def _record_skipping(config: Config, report: Report) -> None:
 
 
 def _record_compute(config: Config, report: Report) -> None:
-    casts = "a tensor is cast into a type once, and not into a wider type and back"
-    if config.precision.cast_propagation.level:
-        report.applied("precision.cast_propagation.level", casts)
+    casts = config.precision.cast_propagation
+    if casts.level:
+        moved = f"; {', '.join(casts.allow) or 'copies'} in the smaller type ({casts.strategy})"
+        effect = f"{casts.level}: {ONE_CAST}{moved if casts.level == 2 else ''}"
+        report.applied("precision.cast_propagation.level", effect)
     else:
         report.off("precision.cast_propagation.level", "switched off")
+    kept = config.precision.cache_cast_weights
+    why = "switched off" if kept is False else "no gradients were accumulated under autocast yet"
+    report.off("precision.cache_cast_weights", why)
     ways = {
         "auto": "as PyTorch chooses: a fused kernel, which PyTorch runs, or matrix products, which ONNX Runtime runs",
         "products": "matrix products and a softmax, which ONNX Runtime runs",
@@ -242,6 +265,8 @@ def _record_trainers(config: Config, report: Report) -> None:
         report.refused("distributed.load_balancing.enabled", how)
     else:
         report.off("distributed.load_balancing.enabled", "not asked for")
+    why = "switched off" if config.compute.loss_in_graph is False else "no loss outside of the model was seen yet"
+    report.off("compute.loss_in_graph", why)
     if config.observe.activation_statistics is not None:
         how = "a Trainer does it; in a loop of your own use ort_accel.subscribers.StatisticsSubscriber"
         report.refused("observe.activation_statistics", how)

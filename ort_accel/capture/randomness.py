@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -62,14 +63,31 @@ def _draw(graph: fx.Graph, operand: fx.Node, node: fx.Node, keep: float) -> fx.N
     order = compute_elementwise_output_logical_to_physical_perm(operand.meta["val"])[0]
     sizes = _sizes(graph, operand, value)
     drawn = value.new_empty([value.shape[dim] for dim in order])
-    mask = graph.call_function(kept, ([sizes[dim] for dim in order], keep, value.device))
-    mask.meta = {**node.meta, "val": drawn}
+    laid = [sizes[dim] for dim in order]
+    if value.device.type == "cpu":
+        mask = graph.call_function(kept, (laid, keep, value.device))
+        mask.meta = {**node.meta, "val": drawn}
+    else:
+        mask = _by_dropout(graph, operand, node, laid, drawn)
     if order == sorted(order):
         return mask
     back = [order.index(dim) for dim in range(len(order))]
     seen = graph.call_function(aten.permute.default, (mask, back))
     seen.meta = {**node.meta, "val": drawn.permute(back)}
     return seen
+
+
+def _by_dropout(graph: fx.Graph, operand: fx.Node, node: fx.Node, sizes: list[Any], drawn: torch.Tensor) -> fx.Node:
+    """A CUDA device draws within its kernel for dropout: by places in memory and the type, not by numbers."""
+    like = drawn.to(operand.meta["val"].dtype)
+    how: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+    blank = graph.call_function(aten.empty.memory_format, (sizes,), how)
+    blank.meta = {"val": like} | _tag(operand)
+    dropout = graph.call_function(aten.native_dropout.default, (blank, node.args[1], True))
+    dropout.meta = {**node.meta, "val": (like, drawn)}
+    mask = graph.call_function(operator.getitem, (dropout, 1))
+    mask.meta = {**node.meta, "val": drawn}
+    return mask
 
 
 def _sizes(graph: fx.Graph, operand: fx.Node, value: torch.Tensor) -> list[Any]:

@@ -1,13 +1,16 @@
-"""What `engine:` may forbid inside a model: functions with a backward of their own, and activation checkpointing."""
+"""Graphs that are not compiled: those with what `engine:` forbids in a model, and those of a model that was moved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import torch
 from torch import fx
 
 from ort_accel.config.sections.engine import Engine
 from ort_accel.errors import OrtAccelError
+from ort_accel.runtime.place import Place
 
 FORBIDDEN_BY = {
     "autograd_function_apply": ("custom_autograd", "a torch.autograd.Function"),
@@ -39,3 +42,13 @@ def _place(node: fx.Node) -> str:
     lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
     places = [line for line in lines if line.startswith("File ")]
     return f", in {places[-1].removeprefix('File ')}" if places else ""
+
+
+def refuse_moved(inputs: Sequence[Any], place: Place) -> None:
+    """Raise if a model was moved to a CUDA device after it was set up for another one."""
+    devices = {item.device for item in inputs if isinstance(item, torch.Tensor) and item.is_cuda} - {place.device}
+    if devices:
+        raise OrtAccelError(
+            f"the model was set up for the {place} and is called with tensors on {', '.join(map(str, devices))}; "
+            "move it before ort_accel.accelerate(model), or call that again after moving it"
+        )

@@ -47,6 +47,31 @@ def _options_have_a_provider(config: Config) -> str | None:
     return None
 
 
+@rule("engine.provider_options", "engine.provider")
+def _the_cpu_takes_no_options(config: Config) -> str | None:
+    if config.engine.provider_options and config.engine.provider == "cpu":
+        return "ONNX Runtime's CPU provider takes no options; engine.threads is the key for its threads"
+    return None
+
+
+OWNED_OPTIONS = {
+    "device_id": "the device is the model's: model.to('cuda:1')",
+    "user_compute_stream": "the stream is PyTorch's: torch.cuda.stream(...)",
+    "has_user_compute_stream": "the stream is PyTorch's: torch.cuda.stream(...)",
+    "gpu_external_alloc": "write memory.external_allocator",
+    "gpu_external_free": "write memory.external_allocator",
+    "gpu_external_empty_cache": "write memory.external_allocator",
+    "cudnn_conv_algo_search": "write compute.conv_algorithm",
+}
+"""Options of the CUDA provider that are decided elsewhere, and where."""
+
+
+@rule("engine.provider_options")
+def _options_are_not_decided_elsewhere(config: Config) -> str | None:
+    owned = [f"{name} ({OWNED_OPTIONS[name]})" for name in config.engine.provider_options if name in OWNED_OPTIONS]
+    return f"decided elsewhere: {', '.join(owned)}; remove it here" if owned else None
+
+
 def _cuda_only(key: str, wanted: Callable[[Config], bool], way_out: str) -> None:
     def check(config: Config) -> str | None:
         if wanted(config) and config.engine.provider == "cpu":

@@ -1,8 +1,8 @@
-"""Three methods of transformers' Trainer that no callback event covers, extended for trainers that have our callback.
+"""Four methods of transformers' Trainer that no callback event covers, extended for trainers that have our callback.
 
 A callback is told that a checkpoint was saved, not that one is about to be; it sees the log after the reporters; it
-never sees a batch. So these three are extended in place, once. A Trainer without our callback runs as before, but for
-one whose model a launch put on ONNX Runtime: its checkpoints are written aside, too.
+never sees a batch; and what the Trainer makes of a model's outputs is behind the model. So these four are extended in
+place, once. A Trainer without our callback runs as before, but for one whose model a launch put on ONNX Runtime.
 Checked on transformers 5.17 and 5.23; tests/hf/test_trainer_hooks.py says which assumption broke.
 """
 
@@ -16,6 +16,7 @@ from transformers import Trainer
 
 from ort_accel import engine
 from ort_accel.hf.checkpoint import save_whole
+from ort_accel.hf.loss_in_graph import loss_in_graph
 
 
 class HasMetrics(Protocol):
@@ -36,6 +37,7 @@ def install(kind: type[HasMetrics]) -> None:
         return next((callback for callback in trainer.callback_handler.callbacks if isinstance(callback, kind)), None)
 
     save_whole_for(lambda trainer: ours(trainer) is not None)
+    join_losses()
     _extend("log", _logging(Trainer.log, ours))
     _extend("training_step", _training(Trainer.training_step, ours))
 
@@ -56,6 +58,13 @@ def save_whole_for(wanted: Callable[[Trainer], bool]) -> None:
 def save_whole_what_is_accelerated() -> None:
     """The same for every Trainer whose model runs on ONNX Runtime, with our callback or not."""
     save_whole_for(lambda trainer: trainer.model is not None and engine.config_of(trainer.model) is not None)
+    join_losses()
+
+
+@cache
+def join_losses() -> None:
+    """Compile a loss that a Trainer computes itself together with its model, where that runs on ONNX Runtime."""
+    _extend("compute_loss", _joining(Trainer.compute_loss))
 
 
 def _extend(name: str, method: Callable[..., Any]) -> None:
@@ -90,3 +99,13 @@ def _training(original: Callable[..., Any], ours: _Finder) -> Callable[..., Any]
         return original(self, model, inputs, *more, **named)
 
     return step
+
+
+def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compute_loss(
+        self: Trainer, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        with loss_in_graph(self, model, inputs, num_items_in_batch):
+            return original(self, model, inputs, return_outputs, num_items_in_batch)
+
+    return compute_loss

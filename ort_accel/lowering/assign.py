@@ -72,14 +72,21 @@ class Assigner:
             return Refusal(Reason.DATA_DEPENDENT)
         if target not in lowerings():
             return Refusal(Reason.UNSUPPORTED_OP)
+        if refusal := self._refused_tensor(node):
+            return refusal
+        if any(0 in map(expression, tensor.shape) for tensor in fakes_in(node.meta["val"])):
+            return Refusal(Reason.SMALL, "an empty tensor, for which some kernels give no result")
+        figures = slower(node) if self.for_speed and not self.sessions.settings.place.is_cuda else None
+        return Refusal(Reason.SLOWER, figures) if figures else self._trial(node)
+
+    def _refused_tensor(self, node: fx.Node) -> Refusal | None:
         inputs = [argument.meta.get("val") for argument in node.all_input_nodes]
         for tensor in fakes_in(inputs) + fakes_in(node.meta["val"]):
             if tensor.dtype not in DTYPES:
                 return Refusal(Reason.UNSUPPORTED_DTYPE, str(tensor.dtype))
-        if any(0 in map(expression, tensor.shape) for tensor in fakes_in(node.meta["val"])):
-            return Refusal(Reason.SMALL, "an empty tensor, for which some kernels give no result")
-        figures = slower(node) if self.for_speed else None
-        return Refusal(Reason.SLOWER, figures) if figures else self._trial(node)
+            if tensor.device.type != self.sessions.settings.place.kind:
+                return Refusal(Reason.ELSEWHERE, f"a tensor on {tensor.device}")
+        return None
 
     def _trial(self, node: fx.Node) -> Refusal | None:
         key = (node.target, str(operands(node, lambda item: _kind(item.meta["val"]))), str(_kinds(node.meta["val"])))

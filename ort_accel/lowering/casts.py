@@ -30,7 +30,7 @@ EXACT = {
 
 def propagate_casts(graph: fx.Graph) -> int:
     """Leave out casts that are repeated or undone; returns how many."""
-    fixed = _fixed(graph)
+    fixed = fixed_in(graph)
     return _undo(graph, fixed) + _share(graph, fixed)
 
 
@@ -63,7 +63,7 @@ def _undo(graph: fx.Graph, fixed: set[fx.Node]) -> int:
     """Leave out a cast into a wider type and back."""
     count = 0
     for node in _casts(graph, fixed):
-        chain = _views_behind(node)
+        chain = views_behind(node)
         wide = (chain[-1] if chain else node).args[0]
         if not (isinstance(wide, fx.Node) and wide.target is CAST and fixed.isdisjoint(_seen_in(wide))):
             continue
@@ -71,7 +71,7 @@ def _undo(graph: fx.Graph, fixed: set[fx.Node]) -> int:
         narrow, between = source.meta["val"], wide.meta["val"]
         is_undone = (narrow.dtype, between.dtype) in EXACT and node.meta["val"].dtype == narrow.dtype
         if is_undone and _strides(narrow) == _strides(between):
-            node.replace_all_uses_with(_same_views(graph, source, chain))
+            node.replace_all_uses_with(same_views(graph, source, chain))
             for unused in [node, *chain, wide]:
                 if not unused.users:
                     graph.erase_node(unused)
@@ -83,17 +83,17 @@ def _strides(tensor: torch.Tensor) -> list[Any]:
     return list(map(expression, tensor.stride()))
 
 
-def _views_behind(node: fx.Node) -> list[fx.Node]:
-    """The views between a cast and what is looked at, the last one first."""
+def views_behind(node: fx.Node, itself: bool = False) -> list[fx.Node]:
+    """The views between a node and what is looked at, the last one first; with `itself`, it may be one of them."""
     chain: list[fx.Node] = []
-    place: Any = node.args[0]
+    place: Any = node if itself else node.args[0]
     while is_view(place) and not isinstance(place.meta["val"], tuple | list):
         chain.append(place)
         place = place.args[0]
     return chain
 
 
-def _same_views(graph: fx.Graph, source: fx.Node, chain: list[fx.Node]) -> fx.Node:
+def same_views(graph: fx.Graph, source: fx.Node, chain: list[fx.Node]) -> fx.Node:
     """The same views of another tensor."""
     for view in reversed(chain):
         with graph.inserting_after(view):
@@ -103,7 +103,7 @@ def _same_views(graph: fx.Graph, source: fx.Node, chain: list[fx.Node]) -> fx.No
     return source
 
 
-def _fixed(graph: fx.Graph) -> set[fx.Node]:
+def fixed_in(graph: fx.Graph) -> set[fx.Node]:
     """Tensors that are written into, so that it matters when they are read, and those that are given back."""
     outside = [node for node in graph.nodes if node.op == "output" or (node.op == "call_function" and _changes(node))]
     return {item for node in outside for item in _seen_in(node)}

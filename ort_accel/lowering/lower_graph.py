@@ -20,9 +20,11 @@ from ort_accel.lowering.pytorch_segment import PyTorchSegment
 from ort_accel.lowering.segments import Assignment, Body, Cut, assign, body_of, cut
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
 from ort_accel.lowering.tune.choose import Tuner
+from ort_accel.lowering.weight_casts import CopiesOfWeights, WeightCast, take_out
 from ort_accel.reporting import Reason, Report, Runner, Segment
 from ort_accel.runtime.journal import EndedBefore
 from ort_accel.runtime.sessions import Sessions
+from ort_accel.runtime.weight_copies import WeightCopies
 
 
 @dataclass
@@ -41,6 +43,8 @@ class Lowering:
     """Join operators that ONNX Runtime does not join by itself."""
     tuner: Tuner | None = None
     """Chooses by measurement between what ONNX Runtime and PyTorch both can run."""
+    copies: WeightCopies | None = None
+    """Keeps autocast's copies of weights."""
     assigner: Assigner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,6 +57,7 @@ def lower_graph(
     """Turn a functional ATen graph into a program. `bound` tells inputs that usually stay at their place."""
     if lowering.fusions:
         fuse(module.graph, lowering.report)
+    casts = take_out(module.graph, bound) if lowering.copies and name.startswith("forward") else []
     with lowering.report.timed("assign operators", name):
         assignment = assign(module.graph, lowering.assigner.refusal)
     if lowering.tuner is not None:
@@ -62,7 +67,7 @@ def lower_graph(
             assignment = lowering.tuner.choose(module, name, assignment, make)
     cuts = _cuts(module.graph, assignment, lowering)
     with lowering.report.timed("build sessions", name):
-        program = _Assembly(module, lowering, name, bound, assignment, cuts).program()
+        program = _Assembly(module, lowering, name, bound, assignment, cuts).program(casts)
     _record(cuts, assignment, lowering.report, name)
     return program
 
@@ -124,7 +129,8 @@ class _Assembly:
         self._register: dict[fx.Node, int] = {}
         self._place = {node: position for position, node in enumerate(module.graph.nodes)}
 
-    def program(self) -> Program:
+    def program(self, casts: Sequence[WeightCast] = ()) -> Program:
+        """What runs the graph; the copies of weights are made first."""
         placeholders = self._module.graph.find_nodes(op="placeholder")
         symbols = SymbolSource()
         for position, node in enumerate(placeholders):
@@ -133,6 +139,8 @@ class _Assembly:
         results = returned(self._module.graph)
         self._views = self._returned_views(results)
         steps = [self._step(index, item) for index, item in enumerate(self._cuts)]
+        if casts and (copies := self._lowering.copies) is not None:
+            steps.insert(0, self._copying_step(casts, copies))
         if self._views:
             steps.append(self._pytorch_step(body_of([], self._views, self._free), self._views))
         outputs = [self._output(item) for item in results]
@@ -188,6 +196,10 @@ class _Assembly:
     def _pytorch_step(self, body: Body, wanted: list[fx.Node]) -> Step:
         segment = PyTorchSegment(body, wanted, self._module)
         return self._numbered(segment, segment.inputs, wanted)
+
+    def _copying_step(self, casts: Sequence[WeightCast], copies: WeightCopies) -> Step:
+        reads = [self._register[cast.weight] for cast in casts]
+        return Step(CopiesOfWeights(casts, copies), reads, [self._register[cast.copy] for cast in casts])
 
     def _numbered(self, run: Any, inputs: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> Step:
         reads = [self._register[node] for node in inputs]

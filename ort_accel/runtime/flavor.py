@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -112,9 +112,15 @@ def kernel_refusal(name: str) -> str | None:
 
 def provider_runs(provider: str) -> bool:
     """Whether this execution provider works here. For a GPU's this takes some of its memory."""
-    if provider not in installed_runtime().providers:
-        return False
-    return _provider_runs(provider)
+    return provider_refusal(provider) is None
+
+
+def provider_refusal(provider: str, options: Mapping[str, str] | None = None) -> str | None:
+    """Why this execution provider does not work here with these options; None if it does."""
+    runtime = installed_runtime()
+    if provider not in runtime.providers:
+        return f"{runtime.distribution} {runtime.version} was built without it"
+    return _provider_refusal(provider, tuple(sorted((options or {}).items())))
 
 
 def _doubled(found: dict[str, str]) -> str:
@@ -159,11 +165,12 @@ def _kernel_refusal(name: str) -> str | None:
 
 
 @cache
-def _provider_runs(provider: str) -> bool:
+def _provider_refusal(provider: str, options: tuple[tuple[str, str], ...]) -> str | None:
     try:
-        return provider in _session(_everyday_model(_OPSETS[0], _IR_VERSIONS[0]), provider).get_providers()
-    except Exception:  # a provider whose libraries are missing may raise anything
-        return False
+        session = _session(_everyday_model(_OPSETS[0], _IR_VERSIONS[0]), provider, dict(options))
+    except Exception as error:  # a provider whose libraries are missing may raise anything
+        return _one_line(error)
+    return None if provider in session.get_providers() else "its libraries, such as CUDA and cuDNN, cannot be loaded"
 
 
 def _newest(versions: range, model: Callable[[int], onnx.ModelProto]) -> int:
@@ -175,13 +182,16 @@ def _newest(versions: range, model: Callable[[int], onnx.ModelProto]) -> int:
     raise RuntimeMissingError(f"the installed ONNX Runtime loads no model of the versions {versions[0]}-{versions[-1]}")
 
 
-def _session(model: onnx.ModelProto, provider: str = "CPUExecutionProvider") -> Any:
+def _session(
+    model: onnx.ModelProto, provider: str = "CPUExecutionProvider", options: Mapping[str, str] | None = None
+) -> Any:
     import onnxruntime
 
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = _FATAL
-    options.intra_op_num_threads = 1
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[provider])
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = _FATAL
+    settings.intra_op_num_threads = 1
+    providers = [(provider, dict(options or {}))]
+    return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=providers, enable_fallback=False)
 
 
 def _everyday_model(opset: int, ir_version: int) -> onnx.ModelProto:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ort_accel.runtime.imported import onnxruntime
+from ort_accel.runtime.place import CPU
 from ort_accel.runtime.session import SessionSettings, share_memory_pool
 
 
@@ -25,7 +26,7 @@ def _shrinking() -> tuple[Any, Any]:
     given, same = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("given", "same"))
     graph = helper.make_graph([helper.make_node("Identity", ["given"], ["same"])], "nothing", [given], [same])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    share_memory_pool()
+    share_memory_pool(CPU)
     settings = SessionSettings(threads=1).options()
     session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
     options = onnxruntime.RunOptions()

@@ -76,7 +76,8 @@ class Sessions:
         """Raise what ONNX Runtime has against a small model."""
         attempt = self._attempt(model, name)
         with attempt.watched():
-            Session(model, [], [], SessionSettings(threads=1, optimize=False, log_severity=4))
+            place = self.settings.place
+            Session(model, [], [], SessionSettings(threads=1, optimize=False, log_severity=4, place=place, whole=True))
         attempt.succeeded()
 
     def _attempt(self, model: bytes, name: str) -> Attempt:

@@ -15,7 +15,6 @@ import torch
 import ort_accel
 from ort_accel.files import write_aside
 from ort_accel.reporting import Report
-from ort_accel.runtime.cache import processor
 from ort_accel.runtime.flavor import Flavor
 from ort_accel.runtime.session import SessionSettings
 
@@ -30,10 +29,15 @@ ROUNDS = 7
 class Stopwatch:
     """Times alternatives in turns, all races together within a limit."""
 
-    def __init__(self, limit: float = math.inf, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`limit` is in seconds."""
+    def __init__(
+        self,
+        limit: float = math.inf,
+        clock: Callable[[], float] = time.perf_counter,
+        settle: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`limit` is in seconds; `settle` waits until what was begun is done."""
         self.left = limit
-        self._clock = clock
+        self._clock, self._settle = clock, settle
 
     def race(self, subject: str, runs: Runs, share: float = 1.0, in_a_row: int = 1) -> Seconds | None:  # noqa: ARG002
         """The shortest time of each run, within a share of what is left; None where that is too short for one round.
@@ -59,8 +63,10 @@ class Stopwatch:
         return best if len(best) == len(runs) else None
 
     def _timed(self, run: Callable[[], object]) -> float:
+        self._settle()
         start = self._clock()
         run()
+        self._settle()
         return self._clock() - start
 
 
@@ -133,4 +139,4 @@ def context_of(runtime: Flavor, settings: SessionSettings) -> str:
     """What measurements hold for."""
     versions = f"{ort_accel.__version__} {torch.__version__} {runtime.distribution} {runtime.version}"
     threads = f"{settings.threads} threads, {torch.get_num_threads()} of torch"
-    return "\n".join([versions, threads, f"optimize {settings.optimize}", processor()])
+    return "\n".join([versions, threads, f"optimize {settings.optimize}", settings.place.hardware()])

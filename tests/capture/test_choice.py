@@ -25,11 +25,6 @@ def test_a_named_runtime_that_is_there_is_taken_and_another_one_is_an_error():
         chosen_runtime(config(runtime=other))
 
 
-def test_cuda_is_refused():
-    with pytest.raises(OrtAccelError, match=r"engine\.provider is cuda"):
-        chosen_runtime(config(provider="cuda"))
-
-
 def test_threads_are_pytorchs_unless_named():
     assert session_settings(config()).threads == torch.get_num_threads()
     assert session_settings(config(threads=3)).threads == 3

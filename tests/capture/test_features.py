@@ -16,13 +16,7 @@ from ort_accel.reporting import State
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 UNUSUAL = {
-    "engine.provider_options": {"a": 1},
-    "precision.cast_propagation.level": 2,
-    "precision.cache_cast_weights": True,
-    "compute.loss_in_graph": True,
-    "memory.budget": 0.5,
     "memory.early_gradient_release": True,
-    "observe.memory_stats": True,
 }
 
 
@@ -63,15 +57,15 @@ def test_every_missing_feature_has_a_row_that_says_so():
 
 @pytest.mark.parametrize("path", UNUSUAL)
 def test_a_wish_that_cannot_be_obeyed_is_an_error(path):
-    wish = nested((path, UNUSUAL[path]), *([("engine.provider", "cpu")] if "provider" in path else []))
+    wish = nested((path, UNUSUAL[path]))
     with pytest.raises(ConfigError, match=rf"{path}: .* not to be had in this version"):
         ort_accel.accelerate(nn.Linear(2, 2), wish)
 
 
 def test_all_such_wishes_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
-        features(memory={"budget": 0.5, "early_gradient_release": True}, observe={"memory_stats": True})
-    wanted = ["memory.budget", "memory.early_gradient_release", "observe.memory_stats"]
+        features(memory={"budget": 0.5, "offload": True, "early_gradient_release": True})
+    wanted = ["memory.early_gradient_release", "memory.offload"]
     assert [problem.path for problem in caught.value.problems] == wanted
 
 
@@ -81,12 +75,6 @@ def test_doing_without_what_is_missing_is_obeyed(path):
     found = features(**nested((path, MISSING[path])))
     assert found[path].state is State.OFF
     assert found[path].reason == ("not asked for" if default == MISSING[path] else "switched off")
-
-
-def test_what_the_default_leaves_open_is_off():
-    found = features()
-    assert found["compute.loss_in_graph"].state is State.OFF
-    assert found["compute.loss_in_graph"].reason == "not in this version"
 
 
 def test_what_is_obeyed_says_what_it_does(tmp_path):

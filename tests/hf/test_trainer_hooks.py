@@ -20,6 +20,7 @@ def parameters(name):
 def test_the_methods_take_what_they_took():
     assert parameters("_save_checkpoint") == ["self", "model", "trial"]
     assert parameters("log") == ["self", "logs", "start_time"]
+    assert parameters("compute_loss") == ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]
     assert parameters("training_step") == ["self", "model", "inputs", "num_items_in_batch"]
 
 

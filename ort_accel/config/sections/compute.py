@@ -10,10 +10,12 @@ from ort_accel.config.values import FilePath, Section, Switch
 
 
 class Triton(Section):
-    """Generated kernels for element-wise and reduction parts (cuda only)."""
+    """Generated kernels for element-wise and reduction parts (cuda only). There is no generator yet: a file that asks
+    for them is refused."""
 
     enabled: Switch = "auto"
-    """Whether Triton kernels are generated. `auto` does so on cuda when the `triton` package is there."""
+    """Whether Triton kernels are generated. `auto` and `false` leave those parts to ONNX Runtime's own kernels; `true`
+    is an error until there is a generator."""
 
     ops_file: FilePath | None = None
     """A JSON file that lists the ONNX operators to generate kernels for, with versions and conditions. `null` takes all
@@ -56,15 +58,16 @@ class Compute(Section):
 
     conv_algorithm: Literal["default", "heuristic", "exhaustive"] = "heuristic"
     """How cuDNN picks convolution kernels (cuda only): `exhaustive` tries all on the first step, for vision models that
-    train long."""
+    train long. It is an error for a model on the CPU."""
 
     loss_only: Switch = "auto"
     """In training, compute the loss without keeping the logits when nobody reads them. `auto` finds out; `true`
     refuses a training set-up that reads them, `false` always makes them."""
 
     loss_in_graph: Switch = "auto"
-    """Compile a loss that is computed outside of the model (label smoothing, `compute_loss_func`) together with it.
-    `auto` does so when the Trainer owns that loss."""
+    """In training, compile a loss that a Trainer computes from the model's outputs (label smoothing,
+    `compute_loss_func`) together with the model, so that rows without a label need not be computed. `auto` does so
+    where nothing speaks against it, `true` makes that an error. An overridden `compute_loss` stays outside."""
 
     triton: Triton = Triton()
     """Generated kernels for element-wise and reduction parts (cuda only)."""

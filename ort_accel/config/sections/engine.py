@@ -23,11 +23,13 @@ class Engine(Section):
     an error instead of a slower run."""
 
     provider: Literal["auto", "cpu", "cuda"] = "auto"
-    """The execution provider. `auto` follows the device of the model's parameters."""
+    """The execution provider. `auto` follows the device of the model's parameters; another provider than that of the
+    device is an error, and so is an onnxruntime that lacks it."""
 
     provider_options: dict[str, str | int | float | bool] = {}
     """Options handed to the named provider as they are, such as `{gpu_mem_limit: 8589934592}` for cuda.
-    Needs `provider` to be named."""
+    Needs `provider` to be named; cpu takes none. Device, stream, allocator and convolution search are decided
+    elsewhere, and not to be named here."""
 
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
     """Threads that ONNX Runtime computes with. `auto` takes as many as PyTorch has (`torch.get_num_threads()`).

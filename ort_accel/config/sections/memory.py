@@ -41,4 +41,5 @@ class Memory(Section):
 
     external_allocator: Switch = "auto"
     """Let ONNX Runtime take GPU memory from PyTorch's allocator, so that both share one pool (cuda only). `auto` does
-    so where the installed onnxruntime can."""
+    so while PyTorch computes on the device's default stream, unless `engine.provider_options` limits a pool of ONNX
+    Runtime's own."""

@@ -18,14 +18,15 @@ class CastPropagation(Section):
     rounding."""
 
     strategy: Literal["flood_fill", "insert_and_reduce"] = "flood_fill"
-    """How casts travel: `flood_fill` grows regions of the smaller type from the casts that exist; `insert_and_reduce`
-    adds casts around single operators and then cancels neighbours. Change it only if the report shows casts that
-    remain."""
+    """How casts travel at level 2: `flood_fill` grows regions of the smaller type from the casts that exist;
+    `insert_and_reduce` adds casts around every operator in `allow` and then cancels neighbours, so that those compute
+    in the smaller type, too, that single precision feeds."""
 
     allow: Annotated[
         tuple[Annotated[str, Field(pattern=r"^[A-Z]\w*$", examples=["Softmax"])], ...], Field(strict=False)
     ] = ()
-    """ONNX operators that may compute in the smaller type at level 2, such as `[Softmax, Gelu]`."""
+    """ONNX operators that may compute in the smaller type at level 2, such as `[Softmax, Gelu]`. Sums, means, norms,
+    losses and powers cannot be named: what they add up stays in single precision."""
 
 
 class Precision(Section):
@@ -36,4 +37,5 @@ class Precision(Section):
 
     cache_cast_weights: Switch = "auto"
     """Keep the smaller copy of each weight between the micro-batches of one optimizer step, instead of casting anew.
-    `auto` does so under gradient accumulation when memory allows; costs one smaller copy of the weights."""
+    `auto` begins when it sees gradients being accumulated, `true` with the first batch. Costs one smaller copy of the
+    weights during backward; copies are dropped before the optimizer's step."""

@@ -19,6 +19,7 @@ from ort_accel.lowering.tune.kinds import Kind, kinds_in, text_of
 from ort_accel.lowering.tune.made_up import made_up, symbols_of
 from ort_accel.lowering.tune.measurable import obstacle
 from ort_accel.reporting import Race, Reason, Report, Runner
+from ort_accel.runtime.place import Place
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.tuning import Results, Seconds, Stopwatch
 
@@ -62,11 +63,11 @@ class Tuner:
         if reason := self._refusal(graph):
             return self._unmeasured(name, assignment, reason)
         try:
-            with _unnoticed():
+            with _unnoticed(self.sessions.settings.place):
                 self._time_kinds(module, kinds)
                 divisions = self._divisions(assignment, kinds)
             programs = {label: make(_moved(assignment, division, {})) for label, division in divisions.items()}
-            with _unnoticed():
+            with _unnoticed(self.sessions.settings.place):
                 seconds = self._time_programs(name, graph, programs)
         except Exception as error:
             line = (str(error).splitlines() or [""])[0]
@@ -196,12 +197,12 @@ def _ms(seconds: float) -> str:
 
 
 @contextmanager
-def _unnoticed() -> Iterator[None]:
+def _unnoticed(place: Place) -> Iterator[None]:
     """Run real tensors while all around is traced, and leave the random numbers as they are."""
     with (
         _disable_current_modes(),
         torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.random.fork_rng(devices=[]),
+        torch.autocast(place.kind, enabled=False),
+        torch.random.fork_rng(devices=[place.index] if place.is_cuda else []),
     ):
         yield

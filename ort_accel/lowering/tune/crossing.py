@@ -35,7 +35,8 @@ class Handover:
 
 def runs(opset: int, sessions: Sessions) -> Runs:
     """What has to be timed."""
-    numbers, number = torch.ones(LARGE), torch.ones(1)
+    device = sessions.settings.place.device
+    numbers, number = torch.ones(LARGE, device=device), torch.ones(1, device=device)
     session, nothing = _session(opset, sessions, number), _pytorch()
 
     def both() -> None:

@@ -21,13 +21,13 @@ def made_up(value: Any) -> Any:
         return hint(value) if isinstance(value, torch.SymInt) else value
     sizes, strides = [hint(size) for size in value.shape], [hint(stride) for stride in value.stride()]
     extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if all(sizes) else 0
-    return _numbers(extent, value.dtype).as_strided(sizes, strides)
+    return _numbers(extent, value.dtype, value.device).as_strided(sizes, strides)
 
 
-def _numbers(count: int, dtype: torch.dtype) -> torch.Tensor:
+def _numbers(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if dtype.is_floating_point:
-        return torch.empty(count, dtype=dtype).uniform_(-0.1, 0.1)
-    return torch.ones(count, dtype=dtype) if dtype == torch.bool else torch.zeros(count, dtype=dtype)
+        return torch.empty(count, dtype=dtype, device=device).uniform_(-0.1, 0.1)
+    return torch.full((count,), dtype == torch.bool, dtype=dtype, device=device)
 
 
 def symbols_of(graph: fx.Graph) -> Symbols:
