@@ -67,9 +67,10 @@ def test_a_wish_that_cannot_be_obeyed_is_an_error(path):
 
 
 def test_all_such_wishes_are_named_at_once():
+    optimizer = {"name": "adamw_ort_fused", "step_in_backward": True}
     with pytest.raises(ConfigError) as caught:
-        features(memory={"early_gradient_release": True}, engine={"skip_checks": True})
-    wanted = ["engine.skip_checks", "memory.early_gradient_release"]
+        features(memory={"early_gradient_release": True}, optimizer=optimizer)
+    wanted = ["memory.early_gradient_release", "optimizer.step_in_backward"]
     assert [problem.path for problem in caught.value.problems] == wanted
 
 
