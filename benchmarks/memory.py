@@ -32,7 +32,7 @@ CASES = {
     "bert": Workload("bert", hidden=768, layers=12, heads=12, batch=8, length=256, vocab=30_522),
     "llama": Workload("llama", hidden=768, layers=8, heads=12, batch=2, length=1024, vocab=16_000),
 }
-SMALLER = {"hidden": 64, "layers": 2, "heads": 2, "batch": 32, "length": 32, "vocab": 200, "dropout": 0.1}
+SMALLER = {"hidden": 32, "layers": 2, "heads": 2, "batch": 16, "length": 16, "vocab": 64, "dropout": 0.1}
 
 
 @dataclass(frozen=True)
