@@ -146,7 +146,7 @@ class _Look:
 
     def __init__(self, front: Front, labels: dict[fx.Node, Tensor], masks: dict[fx.Node, Any], values: Any) -> None:
         self._front, self._labels, self._masks, self._values = front, labels, masks, values
-        self._cores: dict[int, Tensor | None] = {}
+        self._allows: dict[fx.Node, Tensor] = {}
         self.fits = True
         self.fills = False
         """Whether labels and places take some rows more, with all that follows from them: no set may be too small."""
@@ -204,6 +204,11 @@ class _Look:
 
     def _allowed(self, attention: Attention) -> Tensor:
         """[batch, queries, keys], where each but the last may be 1: which keys a query may look at."""
+        if attention.node not in self._allows:
+            self._allows[attention.node] = self._find_allowed(attention)
+        return self._allows[attention.node]
+
+    def _find_allowed(self, attention: Attention) -> Tensor:
         shape = value_of(attention.query).shape
         queries, keys = shape[2], value_of(attention.key).shape[2]
         found = self._masks[attention.node]
@@ -212,7 +217,8 @@ class _Look:
         if attention.is_causal:
             square = torch.ones(self._size(expression(queries)), self._size(expression(keys)), dtype=torch.bool)
             found = found & square.tril()
-        return found[(None,) * (4 - found.ndim)].any(1)
+        found = found[(None,) * (4 - found.ndim)]
+        return found[:, 0] if found.shape[1] == 1 else found.any(1)
 
     def _by_sequence(self, attention: Attention, keep: Tensor) -> Tensor:
         return keep.view(self._size(expression(value_of(attention.query).shape[0])), -1)
