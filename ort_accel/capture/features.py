@@ -285,8 +285,8 @@ def _record_memory(config: Config, report: Report) -> None:
     else:
         budgeted = "the budget decides" if memory.budget else ""
         report.off("memory.level", budgeted or "nothing is computed again but what plans or the model ask for")
-    kept = f"the least is computed again that keeps the peak of a step within {memory.budget}" if memory.budget else ""
-    _record_wish("memory.budget", kept, report)
+    kept = f"the least is computed again that keeps the predicted peak of a step within {memory.budget}"
+    _record_wish("memory.budget", kept if memory.budget else "", report)
     stats = "four phases of a step: the first ten steps, then at powers of two" if config.observe.memory_stats else ""
     _record_wish("observe.memory_stats", stats, report)
     _record_wish("memory.plans", ", ".join(memory.plans), report)

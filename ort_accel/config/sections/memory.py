@@ -29,8 +29,8 @@ class Memory(Section):
     matrix products; B 1 ends a plan at the boundary of a transformer layer. Levels 1 and 2 always search with `1:1`."""
 
     budget: Budget | None = None
-    """The peak memory that a step may take: a size (`6GiB`), or a share (`0.5`) of the peak without recomputation.
-    Parameters, gradients and optimizer states are counted in."""
+    """The peak memory that a step may take, as predicted: a size (`6GiB`), or a share (`0.5`) of the peak without
+    recomputation. Parameters, gradients and optimizer states are counted in. What is measured is somewhat more."""
 
     offload: bool = False
     """Let the budget also move kept values to pinned host memory and back (cuda only)."""
