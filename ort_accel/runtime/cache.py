@@ -80,7 +80,7 @@ class ModelCache:
                     path.unlink()
                     count += 1
         if count:
-            self._report.note(f"engine.cache_dir: deleted {count} files that processes were writing when they ended")
+            self._report.note(f"engine.cache_dir: deleted half-written files of earlier runs: {count}")
 
     def _path(self, model: bytes) -> Path:
         return self._folder / f"{self._keys.of(model)}.model"

@@ -145,3 +145,15 @@ def test_an_unwritable_folder_for_models_is_an_error_before_training(tmp_path):
     blocked.write_text("")
     with pytest.raises(ort_accel.OrtAccelError, match=r"engine\.save_onnx: cannot write to .*a file"):
         train_once(save_onnx=str(blocked))
+
+
+def test_what_a_killed_process_was_writing_is_deleted_once_it_is_old(tmp_path):
+    old, fresh = tmp_path / ".a.model.0123", tmp_path / ".b.model.4567"
+    for path in (old, fresh):
+        path.write_bytes(b"half of a mod")
+    before = time.time() - cache_module.UNFINISHED_SECONDS - 1
+    os.utime(old, (before, before))
+    report = Report()
+    ModelCache(tmp_path, ModelKeys("context"), report)
+    assert list(tmp_path.iterdir()) == [fresh]
+    assert report.notes == ["engine.cache_dir: deleted half-written files of earlier runs: 1"]
