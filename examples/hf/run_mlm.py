@@ -27,7 +27,7 @@ from transformers import (
 import ort_accel
 from ort_accel.hf import ORTTrainer, ORTTrainingArguments
 
-CONFIG = Path(__file__).parents[2] / "configs" / "default.yaml"
+CONFIG = Path(__file__).parents[2] / "configs" / "mlm.yaml"
 HELD_OUT = 50
 
 

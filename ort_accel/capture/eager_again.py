@@ -24,7 +24,7 @@ class EagerAgain:
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], told: Callable[[], None]) -> None:
         """Made before the call. `told` is called when the graph runs again."""
         self._module, self._inputs, self._told = module, inputs, told
-        self._versions = [item._version for item in inputs if isinstance(item, Tensor)]
+        self._versions = _versions(inputs)
         self._device = next((item.device for item in inputs if isinstance(item, Tensor) and item.is_cuda), CPU)
         self._random = _generator(self._device).get_state()
         self._gradients = torch.is_grad_enabled()
@@ -38,7 +38,7 @@ class EagerAgain:
 
     def _run(self) -> Sequence[Any]:
         if self._results is None:
-            if self._versions != [item._version for item in self._inputs if isinstance(item, Tensor)]:
+            if self._versions != _versions(self._inputs):
                 raise OrtAccelError(
                     "the logits of an earlier step are read, but its weights or inputs have changed since then; "
                     "read them before the optimizer's step, or set compute.loss_only to false"
@@ -56,3 +56,8 @@ class EagerAgain:
                 generator.set_state(present)
             self._inputs = ()
         return self._results
+
+
+def _versions(inputs: Sequence[Any]) -> list[int]:
+    """How often each tensor was changed. Those of inference mode do not count, and are taken for constant."""
+    return [item._version for item in inputs if isinstance(item, Tensor) and not item.is_inference()]

@@ -148,8 +148,9 @@ class SkippingPolicy:
         what = first_line if isinstance(error, NothingToSkip) else f"{type(error).__name__}: {first_line}"
         for feature in self._insisted():
             raise OrtAccelError(_impossible(feature, what)) from error
+        says_nothing_new = self._batches > 0 and not torch.is_grad_enabled()  # an evaluation beside a training
         for feature, _ in self._wanted():
-            if feature not in self._seen:
+            if feature not in self._seen and not says_nothing_new:
                 self.report.refused(feature, what)
 
     def _wanted(self) -> list[tuple[str, Switch]]:

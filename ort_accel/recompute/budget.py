@@ -1,9 +1,9 @@
 """Choosing what to compute again so that the peak of a step stays within a budget, at the least cost.
 
-One sequence of ever larger choices is made for a graph, whatever the budget: each round looks at the highest moment of
-the step as it would be, and takes those places whose values are alive then and that free most bytes for a millisecond.
-A budget takes the first choice of the sequence that it holds. So a smaller budget computes again whatever a larger one
-does, and never takes more memory.
+One sequence of ever larger choices is made for a graph, whatever the budget: each round looks at the highest moments
+of the step as it would be, and takes those places whose values are alive then and that free most bytes for a
+millisecond. A budget takes the first choice of the sequence that it holds. So a smaller budget computes again whatever
+a larger one does, and never takes more memory.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class Choice:
 def choices(places: Sequence[Place], always: Collection[fx.Node], foresee: Foresee) -> Iterator[Choice]:
     """Ever larger choices, from none of the places on; `always` is computed again in any case."""
     choice = Choice((), frozenset(always), foresee(always))
-    step = choice.step.highest.bytes // ROUNDS
+    step = choice.step.own // ROUNDS
     left = sorted(places, key=lambda place: -_worth(place))
     while True:
         yield choice
-        taken = _most_worth(left, choice.step.highest.live, step)
+        live = set[str]().union(*(moment.live for moment in choice.step.highest))
+        taken = _most_worth(left, live, step)
         if not taken:
             return
         left = [place for place in left if place not in taken]

@@ -254,8 +254,9 @@ class Packing(fx.Interpreter):
             return self._attend_densely(attention, queries)
         run = self._front.run_of(attention)
         spans = self._tables[2 * len(self._plan.sets) + run]
-        query = self.packed(attention.query, (0, 2), queries)
-        key, value = (self.packed(item, (0, 2), keys) for item in (attention.key, attention.value))
+        dtype = value_of(attention.node).dtype  # under autocast, operands of other types meet in this one
+        query = self.packed(attention.query, (0, 2), queries).to(dtype)
+        key, value = (self.packed(item, (0, 2), keys).to(dtype) for item in (attention.key, attention.value))
         mask = None if attention.mask is None else self._dense(attention.mask)
         rows, keep = (self.rows(queries), self.rows(keys)), 1 - attention.dropout
         dropped = self._kept_pairs(attention, keep) if attention.dropout else None

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from ort_accel.errors import OrtAccelError
@@ -166,6 +167,7 @@ def forget(paths: Iterable[Path]) -> None:
             path.unlink()
 
 
+@cache
 def _machine() -> str:
     """This machine since it was started, for which locks hold whatever the container; or else its name."""
     try:

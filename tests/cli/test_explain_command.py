@@ -118,3 +118,11 @@ def test_a_fallback_that_is_not_allowed_is_exit_code_2_and_lists_what_would_fall
     assert result.exit_code == 2
     assert "engine.fallback is error" in result.stderr
     assert "aten._fft_c2c.default x1" in result.stderr
+
+
+def test_the_peak_of_a_step_is_predicted_and_measured_on_demand():
+    report = explained("bert", "--memory")
+    (frontier,) = [item["frontier"] for item in report["memory"]][-1:]
+    assert frontier[-1]["bytes"] > frontier[-1]["resident"] > 0
+    assert report["measured_peak"]["bytes"] > 0
+    assert explained("bert")["measured_peak"] is None

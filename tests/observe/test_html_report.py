@@ -6,7 +6,18 @@ import pytest
 
 from ort_accel.config import Config
 from ort_accel.observe.html_report import SECTIONS, html_report
-from ort_accel.reporting import InputDensity, Inspection, LoadBalance, Reason, Report, Runner, Segment, Series, Way
+from ort_accel.reporting import (
+    InputDensity,
+    Inspection,
+    LoadBalance,
+    MeasuredPeak,
+    Reason,
+    Report,
+    Runner,
+    Segment,
+    Series,
+    Way,
+)
 from tests.observe.pages import read, table_with
 
 NASTY = '<script>alert("x")</script> & <b>'
@@ -46,6 +57,10 @@ MEMORY = {
     "repeated": 3,
     "cost_ms": 0.26,
     "symbols": {"batch": 4},
+    "frontier": [
+        {"bytes": 8 * 2**20, "resident": 2**20, "cost_ms": 0.0},
+        {"bytes": 5 * 2**20, "resident": 2**20, "cost_ms": 0.26},
+    ],
     "plans": [
         {"cluster": "Gelu+", "kind": 1, "requested": 1, "applied": 1, "frequency": 2, "saving": 2_000,
          "symbolic": "500*batch", "cost_ms": 0.25, "shapes": ["float32 [4, 500]"]},
@@ -141,6 +156,13 @@ def test_memory_is_shown_by_what_is_kept_and_by_its_plans():
         ["ON", "Gelu+", "1", "1 of 2", "2,000", "0.25", "500*batch"],
         ["OFF", "Where+", "2", "0 of 1", "1,000", "0.10", "250*batch"],
     ]
+
+
+def test_the_peak_is_shown_as_predicted_for_each_choice_and_as_measured():
+    report = full_report()
+    report.measured_peak = MeasuredPeak(step=2, held=2**20, bytes=6 * 2**20)
+    plot = page_of(report).plots["The peak of a step, as predicted for each choice that was tried"]
+    assert {"graph 0, 0.3 ms computed again", "5.0 MiB", "measured in step 2", "7.0 MiB"} <= set(plot.words)
 
 
 def test_what_was_timed_is_shown_with_the_choice_and_that_which_costs_most_first():

@@ -23,10 +23,13 @@ class Attention(nn.Module):
         self._read, self._mask, self._how = read, mask, how
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        x = self.embed(ids)
+        return self._read(self.attend(self.embed(ids), mask))
+
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        """The layer without what is around it."""
         q, k, v = (part.transpose(1, 2) for part in self.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2))
         found = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(mask), **self._how)
-        return self._read(x + self.out(found.transpose(1, 2).flatten(2)))
+        return x + self.out(found.transpose(1, 2).flatten(2))
 
 
 def first_tokens(x: Tensor) -> Tensor:

@@ -59,6 +59,11 @@ def attention_with_scores(parts: Parts, x: Tensor, mask: Tensor) -> Tensor:
     return x + joined(F.scaled_dot_product_attention(*heads(parts, x), attn_mask=scores))
 
 
+def attention_with_dropout(parts: Parts, x: Tensor, mask: Tensor) -> Tensor:
+    allowed = mask[:, None, None, :].bool()
+    return x + joined(F.scaled_dot_product_attention(*heads(parts, x), attn_mask=allowed, dropout_p=0.3))
+
+
 def attention_to_all(parts: Parts, x: Tensor, mask: Tensor) -> Tensor:
     return x + joined(F.scaled_dot_product_attention(*heads(parts, x)))
 
@@ -91,6 +96,7 @@ APART: dict[str, Layer] = {
     "attention": attention,
     "causal attention": causal_attention,
     "attention with scores": attention_with_scores,
+    "attention with dropout": attention_with_dropout,
     "attention to a window": attention_to_a_window,
 }
 """Layers in which no real token is changed by a padded one."""

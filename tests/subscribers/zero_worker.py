@@ -42,7 +42,7 @@ def lora():
 
 
 def checkpointing():
-    model = llama(attn_implementation="eager")
+    model = llama()
     model.activation_checkpointing_enable()
     return model
 

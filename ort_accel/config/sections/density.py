@@ -14,16 +14,18 @@ class Density(Section):
     computation."""
 
     labels: Switch = "auto"
-    """Compute loss and head only for the tokens whose label is not ignored. `auto` does so while the share of labelled
-    tokens is below `threshold`; `true` does so always; `false` never."""
+    """Compute loss and head only for the tokens whose label is not ignored. `auto` does so while the share of the work
+    that batches need is below `threshold`; `true` does so always, and makes it an error if nothing can be left out in
+    training; `false` never."""
 
     padding: Switch = "auto"
-    """Compute token-wise work only for tokens that are not padding. `auto` does so while the share of real tokens is
-    below `threshold` and the model is shown not to read padded positions; `true` makes it an error if that cannot be
-    shown."""
+    """Compute token-wise work only for tokens that are not padding. `auto` does so while the share of the work that
+    batches need is below `threshold` and the model is shown not to read padded positions; `true` does so always, and
+    makes it an error in training if that cannot be shown."""
 
     threshold: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
-    """The density below which `auto` skips. Lower it if batches near the threshold run faster dense."""
+    """The share of the work below which `auto` skips: of the last ten batches, in matrix products. Lower it if batches
+    near the threshold run faster dense."""
 
     inspect: bool = False
     """Print the density table: for every input, how many of its tokens count. Use it to see what skipping or packing

@@ -1,0 +1,43 @@
+"""The memory benchmark runs the same steps in every way, and says what they take."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "memory.py"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    spec = importlib.util.spec_from_file_location("memory_benchmark", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    return module
+
+
+def test_every_way_makes_the_same_step_and_says_what_it_takes(script):
+    workload = replace(script.CASES["small"], **script.SMALLER)
+    ways = [
+        script.Way("eager"),
+        script.Way("eager, checkpointing"),
+        script.Way("ort_accel, budget 0.8", {"budget": 0.8}),
+    ]
+    eager, checkpointing, ours = (script.measure(way, workload, 1, 1) for way in ways)
+    assert checkpointing.loss == pytest.approx(eager.loss, rel=1e-4)
+    assert ours.loss == pytest.approx(eager.loss, rel=1e-4)
+    assert eager.before == ours.before > 0
+    assert ours.predicted <= ours.budget
+    assert "predicted" in script._line(ways[2].name, ours)
+    assert "predicted" not in script._line(ways[0].name, eager)
+
+
+def test_a_budget_that_cannot_be_kept_is_shown_as_such(script):
+    workload = replace(script.CASES["small"], **script.SMALLER)
+    way = script.Way("ort_accel, budget 0.1", {"budget": 0.1})
+    assert "the smallest budget that can be kept" in script._line(way.name, script.measure(way, workload, 1, 1))
