@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -163,6 +163,8 @@ class CompiledCall(ModelCall):
         if loss is None:
             return self.end(self._call(*args, **kwargs))
         outputs, loss.value = self._joined_with(loss.function)(loss.arguments, *args, **kwargs)
+        if isinstance(outputs, MutableMapping):  # where DDP, which may stand around the model, looks for what is used
+            outputs["loss"] = loss.value
         return self.end(outputs)
 
     @contextmanager

@@ -45,7 +45,8 @@ class Checks:
         parts = [_part(leaf) for leaf in (self._owner, *leaves)]
         if None in parts:
             return None
-        return mode, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), *parts
+        casts = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        return mode, torch.is_grad_enabled(), casts, *parts
 
 
 def _part(leaf: Any) -> Any:

@@ -78,12 +78,13 @@ def loss_in_graph(trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any],
         return
     loss = OutsideLoss(_compilable(trainer, inner, present), (labels, count))
 
-    def computed(*args: Any, **named: Any) -> Tensor:
+    def computed(outputs: Any, *args: Any, **named: Any) -> Tensor:
         if loss.value is None:  # the model was not called, or not as a whole
             _refuse(inner, "the model was not called as a whole", config.compute.loss_in_graph is True)
-            return present(*args, **named)  # type: ignore[no-any-return]
+            return present(outputs, *args, **named)  # type: ignore[no-any-return]
         engine.report(inner).applied(FEATURE, f"the Trainer's {name} is compiled together with the model")
-        return loss.value
+        given: Tensor = outputs["loss"] if isinstance(outputs, dict) else loss.value
+        return given
 
     setattr(trainer, name, computed)
     try:
@@ -108,8 +109,9 @@ def _refusal(model: nn.Module, inner: nn.Module, present: Any, inputs: Mapping[s
         return "the model runs layer by layer"
     if isinstance(present, LabelSmoother) and type(present) is not LabelSmoother:
         return f"{type(present).__name__} smooths labels in its own way"
-    if isinstance(model, DistributedDataParallel) and (model.find_unused_parameters or model.static_graph):
-        return "DDP looks for the loss in the model's outputs, for find_unused_parameters or static_graph"
+    looks = isinstance(model, DistributedDataParallel) and (model.find_unused_parameters or model.static_graph)
+    if looks and not getattr(getattr(inner, "config", None), "return_dict", False):
+        return "DDP looks for the loss in the model's outputs, which are no dict"
     return ""
 
 

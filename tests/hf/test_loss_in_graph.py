@@ -7,6 +7,8 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import LabelSmoother
 
 import ort_accel
+from ort_accel import engine
+from ort_accel.capture.activation import OutsideLoss
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf import ORTTrainer
 from ort_accel.hf.loss_in_graph import SmoothedLoss
@@ -65,6 +67,16 @@ def test_rows_without_a_label_are_not_computed(tmp_path):
         "ORTTrainer", tmp_path, llama, label_smoothing_factor=0.1, train_dataset=texts(), config=config, max_steps=1
     )
     assert ort_accel.report(ours.model).features["density.labels"].state is State.APPLIED
+
+
+def test_the_loss_is_among_the_outputs_where_ddp_looks_for_it():
+    model = ort_accel.accelerate(bert())
+    loss = OutsideLoss(SmoothedLoss(0.1, -100, shifted=False), (torch.tensor([0, 1]), None))
+    with engine.together_with(model, loss):
+        outputs = model(input_ids=torch.ones(2, 4, dtype=torch.long))
+    assert outputs["loss"] is loss.value
+    assert outputs.loss.requires_grad
+    assert "loss" not in model(input_ids=torch.ones(2, 4, dtype=torch.long))
 
 
 def test_the_trainer_keeps_its_own_loss_for_evaluation(tmp_path):
