@@ -44,7 +44,8 @@ class MemoryWatch:
         """A forward with gradients begins."""
         self._end_measurement()
         self._model, self._step = ref(model), self._step + 1
-        if self._step >= FIRST and self._report.measured_peak is None:
+        is_due = self._step >= FIRST and self._report.measured_peak is None
+        if is_due and _device(model).type == "cpu":
             self._begin_measurement(model)
         self._line("before forward")
 
@@ -101,9 +102,13 @@ class MemoryWatch:
         model, step = self._model(), self._step
         if not self._prints or model is None or not (step < EACH or step & (step - 1) == 0):
             return
-        figures = {**_figures(next(model.parameters()).device), **_sizes(model)}
+        figures = {**_figures(_device(model)), **_sizes(model)}
         shown = " | ".join(f"{name} {'unknown' if value is None else value >> 20}" for name, value in figures.items())
         print(f"rank-{rank()} step {step} memory (MiB) | {phase} | {shown}", file=sys.stderr)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def _figures(device: torch.device) -> dict[str, int | None]:

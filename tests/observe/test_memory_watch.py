@@ -107,6 +107,12 @@ def test_a_model_that_is_gone_is_let_go():
     assert seen() is None
 
 
+def test_a_model_without_parameters_is_followed_too(capsys):
+    ours = ort_accel.accelerate(nn.GELU(), {"observe": {"log_level": "error", "memory_stats": True}})
+    ours(torch.randn(4, 3, requires_grad=True)).sum().backward()
+    assert [phase for _, phase in lines(capsys.readouterr().err)] == PHASES[:3]
+
+
 def test_a_gpu_shows_what_its_allocator_tells(monkeypatch):
     told = {
         f"{key}.all.{kind}": 1 << 20 for key in ("allocated_bytes", "reserved_bytes") for kind in ("current", "peak")
