@@ -45,13 +45,13 @@ class Checks:
         parts = [_part(leaf) for leaf in (self._owner, *leaves)]
         if None in parts:
             return None
-        casts = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-        return mode, torch.is_grad_enabled(), casts, *parts
+        casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+        return mode, torch.is_grad_enabled(), *casts, *parts
 
 
 def _part(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
     if isinstance(leaf, nn.Module):
         return id(leaf), leaf.training
     return (type(leaf), leaf) if isinstance(leaf, PLAIN) else None

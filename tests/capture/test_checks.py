@@ -50,6 +50,16 @@ def test_sizes_modes_and_gradients_are_still_seen():
     assert without_checks(model) > len(calls)
 
 
+def test_autocast_is_still_seen():
+    model, plain = accelerated(), ort_accel.restore(accelerated())
+    model.eval(), plain.eval()
+    for enabled in (False, False, False, True, False, True, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.no_grad():
+            got, expected = model(torch.ones(3, 4)), plain(torch.ones(3, 4))
+        assert got.dtype is expected.dtype
+    assert without_checks(model) > 0
+
+
 def test_an_input_that_asks_for_a_gradient_gets_it():
     model, plain = accelerated(), ort_accel.restore(accelerated())
     model.eval(), plain.eval()
