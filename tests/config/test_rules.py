@@ -20,6 +20,8 @@ BROKEN = {
     "memory: {level: 1, probe: '0:0'}": "1:27: memory.probe: memory.level 1 always searches with 1:1",
     "memory: {offload: true}": "1:19: memory.offload: values are moved to keep within memory.budget",
     "engine: {provider_options: {a: 1}}": "1:28: engine.provider_options: these options belong to one provider",
+    "engine: {provider: cpu, provider_options: {a: 1}}": "1:43: engine.provider_options: ONNX Runtime's CPU provider takes no",
+    "engine: {provider: cuda, provider_options: {device_id: 1}}": "1:44: engine.provider_options: decided elsewhere: device_id",
     "engine: {provider: cpu}\ncompute: {triton: {enabled: true}}": "2:29: compute.triton.enabled: works on cuda only",
     "engine: {provider: cpu}\ncompute: {conv_algorithm: exhaustive}": "2:27: compute.conv_algorithm: works on cuda only",
     "engine: {provider: cpu}\nmemory: {external_allocator: true}": "2:30: memory.external_allocator: works on cuda only",
