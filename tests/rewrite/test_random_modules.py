@@ -174,7 +174,7 @@ def batches(draw: st.DrawFn) -> list[Tensor]:
 layers = st.lists(st.sampled_from([*APART, *APART, *MIXING]), min_size=1, max_size=5)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(layers, st.sampled_from(list(READ_OUTS)), st.lists(batches(), min_size=2, max_size=3))
 def test_a_random_module_equals_eager(layers: list[str], read_out: str, batches: list[Any]) -> None:
     torch.compiler.reset()
