@@ -217,15 +217,9 @@ def _near(actual: Any, expected: Any, exact: Any) -> bool:
     return not error.numel() or bool((error <= ROUNDING * allowed.max() + 16 * scale.max()).all())
 
 
-WHOLE: dict[str, Any] = {"density": {"labels": False, "padding": False}, "compute": {"upstream": False}}
-"""Rows are left out of models that Dynamo captures; here single operators are traced without it."""
-
-
 def ort_backend(report: Report, device: torch.device = CPU) -> Backend:
     """The backend, with ONNX Runtime made to run whatever has a lowering, and to fail aloud."""
-    backend = Backend(
-        load_config({"version": 1, "engine": {"fallback": "report", "threads": 1}} | WHOLE), report, device
-    )
+    backend = Backend(load_config({"version": 1, "engine": {"fallback": "report", "threads": 1}}), report, device)
 
     def fail(error: Exception) -> bool:
         raise error

@@ -96,7 +96,7 @@ class Backend:
         refuse_moved(inputs, self.place)
         self._is_broken |= breaks_off(module)
         with self.report.timed("capture"), attention_as(self.config.compute.attention):
-            if self.skipping.wants_any:
+            if self.skipping.wants_any and TracingContext.try_get() is not None:  # Dynamo knows what the sizes are
                 return self._for_rows(module, inputs)
             return self._compile(module, inputs)
 
