@@ -96,6 +96,8 @@ class Front:
         for place, row in zip(places, rows, strict=True):
             place[row] = torch.arange(len(row))
         spans = [look.spans(*run, rows) for run in self.runs]
+        if not look.fits:  # a causal attention without a mask, of other queries than keys
+            return Batch([], [], [], [], False)
         return Batch(rows, places, spans, densities, True)
 
     def example(self, inputs: Sequence[Any]) -> list[Tensor]:
