@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 class UnreadTensor(Tensor):
     """Stands for an output that was not computed: it knows its form, and computes itself at the first use.
 
-    Asking for its size, type or device, detaching it and casting it to another float type compute nothing, since
-    libraries do so with outputs that nobody looks at. Whatever else is done with it is done with the true tensor.
+    Asking for its size, type or device, detaching, cloning and casting it to another float type compute nothing, since
+    libraries do so with outputs that nobody looks at. Until it is computed it has no `grad_fn`: DDP, which asks all
+    outputs for theirs, then leaves it as it is. Whatever else is done with it is done with the true tensor.
     """
 
     _compute: Callable[[], Tensor] | None
@@ -51,6 +52,8 @@ class UnreadTensor(Tensor):
     ) -> Any:
         if func == _REQUIRES_GRAD:
             return args[0]._has_gradient
+        if func == _GRAD_FN and args[0]._value is None:
+            return None
         if func in _CASTS and len(args) == 1 and not kwargs:
             return _cast(args[0], func, _CASTS[func])
         if func not in _OF_THE_FORM:
@@ -84,6 +87,7 @@ def _apply(cast: Callable[[Tensor], Tensor], unread: UnreadTensor) -> Tensor:
 
 _CASTS: dict[Callable[..., Any], torch.dtype | None] = {
     Tensor.detach: None,
+    Tensor.clone: None,
     Tensor.float: torch.float32,
     Tensor.double: torch.float64,
     Tensor.half: torch.float16,
@@ -110,9 +114,16 @@ _PROPERTIES = [
     "requires_grad",
 ]
 
-_GETTERS: dict[str, Callable[..., Any]] = {name: getattr(Tensor, name).__get__ for name in _PROPERTIES}
 
-_REQUIRES_GRAD = _GETTERS["requires_grad"]
+def _getter(name: str) -> Callable[..., Any]:
+    """What `__torch_function__` is given where a property is asked for."""
+    getter: Callable[..., Any] = getattr(Tensor, name).__get__
+    return getter
+
+
+_GETTERS = {name: _getter(name) for name in _PROPERTIES}
+
+_REQUIRES_GRAD, _GRAD_FN = _GETTERS["requires_grad"], _getter("grad_fn")
 
 _OF_THE_FORM: frozenset[Callable[..., Any]] = frozenset(
     {

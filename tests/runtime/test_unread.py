@@ -48,6 +48,8 @@ def unread(computed: Computed) -> UnreadTensor:
         lambda x: torch.is_floating_point(x),
         lambda x: isinstance(x, torch.Tensor),
         lambda x: not x.detach().requires_grad,
+        lambda x: x.clone().requires_grad,
+        lambda x: x.grad_fn is None,
         lambda x: x.bfloat16().dtype is torch.bfloat16,
         lambda x: x.half().float().requires_grad,
     ],
