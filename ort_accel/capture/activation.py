@@ -86,7 +86,9 @@ class Compiled:
             with self._checks.skipped_where_known(leaves, mode) if self._checks else nullcontext():
                 result = self._compiled(mode)(*args, **kwargs)
             if mode is None:  # the first batch has decided, and what was compiled is for that mode
-                self._calls[backend.skipping.mode] = self._calls.pop(None)
+                first = self._calls.pop(None, None)
+                if first is not None:  # else another thread was here before
+                    self._calls.setdefault(backend.skipping.mode, first)
             return result
 
     def _compiled(self, mode: Mode | None) -> Callable[..., Any]:

@@ -14,11 +14,13 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 from torch.fx.traceback import preserve_node_meta
 
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource
+from ort_accel.rewrite.pipeline import NothingToSkip
 
 
 def breaks_off(module: fx.GraphModule) -> bool:
@@ -111,4 +113,7 @@ class Tracer:
         if isinstance(function, fx.GraphModule):
             function = fx.Interpreter(function).run
         with self._mode, enable_python_dispatcher(), preserve_node_meta():
-            return make_fx(function, pre_dispatch=True, tracing_mode="real")(*self._fakes, *more)
+            traced = make_fx(function, pre_dispatch=True, tracing_mode="real")(*self._fakes, *more)
+        if any(isinstance(value, FakeTensor) for _, value in traced.named_buffers()):
+            raise NothingToSkip("a tensor in it is made in a way that tracing does not see")
+        return traced

@@ -139,7 +139,7 @@ def test_a_file_that_is_not_there_is_named(accelerated, tmp_path, take):
 @pytest.mark.parametrize(
     "config",
     [
-        {"precision": {"cache_cast_weights": True}},
+        {"memory": {"early_gradient_release": True}},
     ],
     ids=str,
 )
