@@ -98,7 +98,7 @@ def _leave_the_group() -> None:
     """End what the script began with other processes: whoever leaves it open can hang or complain at its exit."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        gc.collect()  # a model of the script that stands in a cycle would hold on to the group, and end its threads late
+        gc.collect()  # a model that stands in a cycle would hold on to the group, and end its threads late
         distributed.destroy_process_group()
 
 
