@@ -12,11 +12,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ort_accel.lowering.nodes import fakes_in, is_part, is_random, is_size, is_view, writes
-from ort_accel.lowering.row_operators import own
+from ort_accel.lowering.row_operators import ON_ROWS
 from ort_accel.lowering.sizes import expression, hinted_elements
-
-ON_ROWS = {own.rows_of, own.rows_into, own.scaled_dot_product_of_rows}
-"""The operators of graphs that compute only some rows."""
 
 Bytes = Any
 """A number of bytes: an int, or a sympy expression where sizes can change."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ class Front:
         rows, places = ([torch.arange(count) for count in counts] for _ in range(2))
         return [*rows, *places, *(torch.zeros(batch, 5, dtype=torch.long) for batch in batches)]
 
-    @property
+    @cached_property
     def runs(self) -> list[tuple[Attention, RowSet, RowSet]]:
         """Attention that runs by sequence; those of equal masks and rows are one."""
         return _distinct(iter(self.plan.runs))

@@ -132,8 +132,7 @@ class Packing(fx.Interpreter):
         return self._at(value, rows) if value.dims == dims else self._pack(self._unpacked(node, value), dims, rows)
 
     def _pack(self, dense: Tensor, dims: Dims, rows: RowSet) -> Tensor:
-        flat = dense.permute([*dims, *rest_of(dense.ndim, dims)]).flatten(0, len(dims) - 1)
-        return own.rows_of(flat, self.rows(rows), self.places(rows))
+        return own.rows_of(_rows_first(dense, dims), self.rows(rows), self.places(rows))
 
     def _at(self, value: Packed, rows: RowSet) -> Any:
         """A packed value for other rows: a part of its own."""
@@ -189,13 +188,7 @@ class Packing(fx.Interpreter):
         start = index if index >= 0 else length + index
         wanted = torch.arange(batch) * length + start
         numbers = self.places(value.rows).index_select(0, wanted)
-        return self._take(value, numbers, batch)
-
-    def _take(self, value: Packed, numbers: Tensor, count: Any) -> Tensor:
-        """Rows by their numbers; no row is taken twice."""
-        size = value.tensor.shape[0]
-        back = torch.full([size], -1, dtype=torch.long).index_copy(0, numbers, torch.arange(count))
-        return own.rows_of(value.tensor, numbers, back)
+        return _take(value.tensor, numbers, batch)
 
     def _of_slice(self, node: fx.Node, dims: Dims, rows: RowSet) -> Tensor:
         """Rows of a slice, taken from what it is a slice of."""
@@ -212,15 +205,9 @@ class Packing(fx.Interpreter):
         value = self.env[given]
         if not isinstance(value, Packed) or value.dims != dims:
             dense = self._dense(given)
-            dense = dense.permute([*dims, *rest_of(dense.ndim, dims)]).flatten(0, len(dims) - 1)
-            whole = torch.full([dense.shape[0]], -1, dtype=torch.long)
-            return own.rows_of(dense, flat, whole.index_copy(0, flat, self._numbers(rows)))
-        numbers = self.places(value.rows).index_select(0, flat)
-        back = torch.full([value.tensor.shape[0]], -1, dtype=torch.long)
-        return own.rows_of(value.tensor, numbers, back.index_copy(0, numbers, self._numbers(rows)))
-
-    def _numbers(self, rows: RowSet) -> Tensor:
-        return torch.arange(self.rows(rows).shape[0])
+            dense = _rows_first(dense, dims)
+            return _take(dense, flat, self.rows(rows).shape[0])
+        return _take(value.tensor, self.places(value.rows).index_select(0, flat), self.rows(rows).shape[0])
 
     def _dropout(self, node: fx.Node) -> Any:
         """The mask is drawn for all rows, as eager mode draws it, and applied to those that are there."""
@@ -295,6 +282,17 @@ class Packing(fx.Interpreter):
         names = sorted(map(str, size.free_symbols))
         function = eval(f"lambda {', '.join(names)}: {PythonPrinter().doprint(size)}")
         return function(*(self._symbols[name] for name in names))
+
+
+def _rows_first(dense: Tensor, dims: Dims) -> Tensor:
+    """The dimensions that hold rows as one, and the others behind it."""
+    return dense.permute([*dims, *rest_of(dense.ndim, dims)]).flatten(0, len(dims) - 1)
+
+
+def _take(source: Tensor, numbers: Tensor, count: Any) -> Tensor:
+    """Rows by their numbers, of which there are `count`; no row is taken twice."""
+    back = torch.full([source.shape[0]], -1, dtype=torch.long).index_copy(0, numbers, torch.arange(count))
+    return own.rows_of(source, numbers, back)
 
 
 @dataclass(frozen=True)
