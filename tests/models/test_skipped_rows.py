@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.against_eager import assert_step_as_eager, compilations, pair, report
-from tests.models.zoo import DECODER, ENCODER, SEQ2SEQ, VOCABULARY, made
+from tests.models.zoo import DECODER, ENCODER, SEQ2SEQ, T5, VOCABULARY, made
 from tests.rewrite.rewritten import Rewritten, assert_as_eager
 
 CONFIG = {"engine": {"dynamic_shapes": True}, "density": {"padding": True}, "observe": {"log_level": "error"}}
@@ -87,17 +87,7 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[..., Batch]]] = 
     "mistral": (made("MistralForCausalLM", "MistralConfig", **DECODER | ONE_LAYER, sliding_window=6), causal),
     "qwen2": (made("Qwen2ForCausalLM", "Qwen2Config", **DECODER | ONE_LAYER), causal),
     "t5": (
-        made(
-            "T5ForConditionalGeneration",
-            "T5Config",
-            vocab_size=VOCABULARY,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=1,
-            num_heads=2,
-            decoder_start_token_id=0,
-        ),
+        made("T5ForConditionalGeneration", "T5Config", **T5 | {"num_layers": 1}),
         sequence_to_sequence,
     ),
     "bart": (

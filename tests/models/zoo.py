@@ -90,6 +90,15 @@ ENCODER = {
     "max_position_embeddings": 64,
 }
 DECODER = ENCODER | {"num_key_value_heads": 1, "head_dim": 8, "attention_dropout": 0.1, "pad_token_id": 0}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
 SEQ2SEQ = {
     "vocab_size": VOCABULARY,
     "d_model": 16,
@@ -217,17 +226,7 @@ FAMILIES = [
     ),
     Family(
         "t5",
-        made(
-            "T5ForConditionalGeneration",
-            "T5Config",
-            vocab_size=VOCABULARY,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_heads=2,
-            decoder_start_token_id=0,
-        ),
+        made("T5ForConditionalGeneration", "T5Config", **T5),
         sequence_to_sequence,
     ),
     Family("bart", made("BartForConditionalGeneration", "BartConfig", **SEQ2SEQ), sequence_to_sequence),
