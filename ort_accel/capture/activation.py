@@ -146,6 +146,7 @@ class ModelCall:
 
     def release(self) -> None:
         """Leave what it put elsewhere in the model."""
+        self.backend.release()
 
 
 class CompiledCall(ModelCall):

@@ -17,6 +17,7 @@ from ort_accel.capture.choice import chosen_runtime, opset, session_settings, tu
 from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features, refuse_missing
 from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
+from ort_accel.capture.gradients import gradients_of
 from ort_accel.capture.placement import place_for
 from ort_accel.capture.randomness import split_dropout
 from ort_accel.capture.refusals import refuse_forbidden, refuse_moved
@@ -25,6 +26,7 @@ from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.lowering.cast_moves import move_casts
 from ort_accel.lowering.casts import propagate_casts
+from ort_accel.lowering.early_gradients import Gradients, Source
 from ort_accel.lowering.lower_graph import Lowering, foreseen, lower_graph
 from ort_accel.lowering.program import Program
 from ort_accel.observe.density import DensityInspector
@@ -39,6 +41,7 @@ from ort_accel.rewrite.pipeline import NothingToSkip, propose
 from ort_accel.runtime.cache import ModelCache, ModelKeys
 from ort_accel.runtime.flavor import Flavor
 from ort_accel.runtime.journal import CrashJournal
+from ort_accel.runtime.leaves import Leaves
 from ort_accel.runtime.place import CPU
 from ort_accel.runtime.pool import release_unused
 from ort_accel.runtime.session import SessionSettings
@@ -80,6 +83,7 @@ class Backend:
             fusions=config.compute.fusions is not False,
             tuner=tuner(config, runtime, sessions.without_trace(), report),
             copies=self._copies(),
+            leaves=Leaves(report) if config.memory.early_gradient_release and not zero3 else None,
         )
         self.skipping = SkippingPolicy(config, self.report)
         cutter = partial(foreseen, lowering=self.lowering)
@@ -136,12 +140,13 @@ class Backend:
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         number, self._graphs = self._graphs, self._graphs + 1
         static: set[str] = set()
+        gradients: list[Source | None] = []
         compile_graph = aot_autograd(
             fw_compiler=self._compiler(f"forward {number}", static),
-            bw_compiler=self._compiler(f"backward {number}", static),
+            bw_compiler=self._compiler(f"backward {number}", static, gradients),
             inference_compiler=self._compiler(f"inference {number}", static),
             decompositions={},
-            partition_fn=self._partition(f"graph {number}"),
+            partition_fn=self._partition(f"graph {number}", gradients),
             keep_inference_input_mutations=True,
         )
         return compile_graph(module, inputs)
@@ -159,6 +164,11 @@ class Backend:
     def serves(self, config: Config, device: torch.device) -> bool:
         """Whether this is what a model on a device needs for a configuration."""
         return config == self.config and device == self.place.device
+
+    def release(self) -> None:
+        """Leave the parameters of the model."""
+        if self.lowering.leaves is not None:
+            self.lowering.leaves.close()
 
     def _report_file(self) -> ReportFile | None:
         """Where the report goes: at the latest when this backend, or the process, comes to its end."""
@@ -191,7 +201,7 @@ class Backend:
         if wish.level and (count := propagate_casts(graph)):
             self.report.counters["casts left out"] += count
 
-    def _compiler(self, name: str, static: set[str]) -> Callable[..., Program]:
+    def _compiler(self, name: str, static: set[str], gradients: Gradients = ()) -> Callable[..., Program]:
         """A compiler for one of the graphs; `static` passes the names of lasting inputs from forward to backward."""
 
         def compile_graph(module: fx.GraphModule, _: Sequence[Any]) -> Program:
@@ -201,19 +211,22 @@ class Backend:
                 static.update(_lasting_inputs(module) if self._parameters_stay else ())
             if name.startswith("inference"):
                 self._propagate_casts(module.graph)
-            program = lower_graph(module, self.lowering, name, bound=lambda node: node.name in static)
+            program = lower_graph(module, self.lowering, name, lambda node: node.name in static, gradients)
             self.policy.check(name)
             return program
 
         return compile_graph
 
-    def _partition(self, name: str) -> Callable[..., Pair]:
-        """A function that divides a joint graph into forward and backward."""
+    def _partition(self, name: str, gradients: list[Source | None]) -> Callable[..., Pair]:
+        """A function that divides a joint graph into forward and backward, and notes whose gradients there are."""
 
         def divide(joint: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Pair:
             split_dropout(joint)
             self._propagate_casts(joint.graph)
-            return self.recompute.partition(joint, inputs, name, **how)
+            pair = self.recompute.partition(joint, inputs, name, **how)
+            if self.lowering.leaves is not None:
+                gradients.extend(gradients_of(*pair, kept_from=how["num_fwd_outputs"]))
+            return pair
 
         return divide
 

@@ -6,7 +6,6 @@ import json
 import platform
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
 
 import torch
 
@@ -19,8 +18,6 @@ from ort_accel.lowering.cast_moves import MOVABLE
 from ort_accel.reporting import Report
 from ort_accel.runtime.flavor import Flavor
 from ort_accel.runtime.session import SessionSettings
-
-NOT_YET = "not in this version"
 
 OBEYED = (
     "version",
@@ -62,6 +59,7 @@ OBEYED = (
     "compute.tuning.results",
     "optimizer.name",
     "optimizer.mode",
+    "optimizer.step_in_backward",
     "optimizer.fp16.enabled",
     "optimizer.fp16.initial_scale",
     "optimizer.fp16.growth_factor",
@@ -85,18 +83,13 @@ OBEYED = (
     "memory.probe",
     "memory.external_allocator",
     "memory.budget",
+    "memory.early_gradient_release",
     "observe.log_level",
     "observe.report_file",
     "observe.memory_stats",
     "observe.activation_statistics",
 )
 """Keys whose every value is obeyed, or refused where it is read."""
-
-MISSING: dict[str, Any] = {
-    "memory.early_gradient_release": False,
-    "optimizer.step_in_backward": False,
-}
-"""Features that this version does not have, with the value that does without them."""
 
 FIXED = ("memory.offload",)
 """Keys that nothing reads in this version, so that only their default is true."""
@@ -120,7 +113,7 @@ _DEFAULTS = Config()
 
 def refuse_missing(config: Config) -> None:
     """Raise a `ConfigError` that lists every wish this version cannot obey."""
-    problems = [problem for path in (*MISSING, *FIXED) if (problem := _problem(config, path)) is not None]
+    problems = [problem for path in FIXED if (problem := _problem(config, path)) is not None]
     problems += [problem] if (problem := _immovable(config)) is not None else []
     problems += [Problem(path, f"{NO_TRITON}; remove the key") for path, wish in TRITON.items() if wish(config)]
     if problems:
@@ -155,14 +148,12 @@ def record_features(
     file = config.observe.report_file
     _record_wish("observe.report_file", f"written to {file} when training ends" if file else "", report)
     _record_skipping(config, report)
-    _record_memory(config, report)
-    for path, without in MISSING.items():
-        _record_missing(path, without, attrgetter(path)(config), report)
+    _record_memory(config, partitioned, report)
 
 
 def _problem(config: Config, path: str) -> Problem | None:
     value, default = attrgetter(path)(config), attrgetter(path)(_DEFAULTS)
-    if value in (default, MISSING.get(path, default)):
+    if value == default:
         return None
     shown = config.to_dict()
     for part in path.split("."):
@@ -177,17 +168,6 @@ def _immovable(config: Config) -> Problem | None:
         return None
     text = f"{', '.join(wrong)} cannot be moved into the smaller type; allowed are {', '.join(MOVABLE)}"
     return Problem("precision.cast_propagation.allow", text)
-
-
-def _record_missing(path: str, without: Any, value: Any, report: Report) -> None:
-    """A feature that is missing: off where nobody wants it, refused where the default would have it on."""
-    default = attrgetter(path)(_DEFAULTS)
-    if value == without:
-        report.off(path, "not asked for" if without == default else "switched off")
-    elif value == "auto":
-        report.off(path, NOT_YET)
-    else:
-        report.refused(path, NOT_YET)
 
 
 def _record_engine(config: Config, settings: SessionSettings, report: Report) -> None:
@@ -254,6 +234,8 @@ def _record_optimizer(config: Config, report: Report) -> None:
         "optimizer.name", f"ORTTrainer builds {wishes.name}" if wishes.name else "left to the training arguments"
     )
     report.off("optimizer.fp16.enabled", "ORTTrainer keeps fp32 weights" if wishes.fp16.enabled else "not asked for")
+    in_backward = "ORTTrainer's optimizer does it; in a loop of your own use ort_accel.optim.step_in_backward"
+    report.off("optimizer.step_in_backward", in_backward if wishes.step_in_backward else "not asked for")
     given = "for optimizers that DeepSpeed, Apex or Megatron made; there is none"
     report.off("optimizer.fp16.replace_checks", given if wishes.fp16.replace_checks else "switched off")
 
@@ -274,8 +256,9 @@ def _record_trainers(config: Config, report: Report) -> None:
         report.off("observe.activation_statistics", "not asked for")
 
 
-def _record_memory(config: Config, report: Report) -> None:
+def _record_memory(config: Config, partitioned: bool, report: Report) -> None:
     memory = config.memory
+    _record_early_gradients(memory.early_gradient_release, partitioned, report)
     ways = {
         1: "everything within a transformer layer is computed again, its input is kept",
         2: "as level 1, and copies of a smaller type are kept where a cast was there",
@@ -291,6 +274,15 @@ def _record_memory(config: Config, report: Report) -> None:
     _record_wish("observe.memory_stats", stats, report)
     _record_wish("memory.plans", ", ".join(memory.plans), report)
     _record_wish("memory.plan_file", f"plans are read from {memory.plan_file}" if memory.plan_file else "", report)
+
+
+def _record_early_gradients(wish: bool, partitioned: bool, report: Report) -> None:
+    if wish and partitioned:
+        text = "under ZeRO stage 3 each layer hands its gradients over when its own backward ends"
+        report.off("memory.early_gradient_release", text)
+    else:
+        early = "for parameters whose gradient somebody waits for, such as an optimizer that steps in the backward"
+        _record_wish("memory.early_gradient_release", early if wish else "", report)
 
 
 def _record_zero3(config: Config, partitioned: bool, report: Report) -> None:

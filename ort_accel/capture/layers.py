@@ -90,6 +90,7 @@ class LayeredCall(ModelCall):
         return LayeredCall(model, self.backend, self._layers, self._undo)
 
     def release(self) -> None:
+        super().release()
         for layer in self._layers:
             layer._compiled_call_impl = None
         self._undo()

@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from ort_accel.engine import inspector_of, report_file_of
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import ConfigSource, activate, report_of, usable_config
+from ort_accel.hf.in_backward import record_step_in_backward
 from ort_accel.hf.load_balancing import record_load_balancing
 from ort_accel.hf.metrics import StepMetrics
 from ort_accel.hf.optimizer import settle_optimizer
@@ -17,6 +18,7 @@ from ort_accel.hf.statistics import record_activations
 from ort_accel.hf.trainer_hooks import install
 from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.report_file import ReportFile
+from ort_accel.optim import StepInBackward
 from ort_accel.subscribers import SubscriberManager
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class ORTAccelCallback(TrainerCallback):
     def __init__(self, config: ConfigSource = None) -> None:
         self.config = usable_config(config)
         self._activations: SubscriberManager | None = None
+        self._in_backward: StepInBackward | None = None
         self._file: ReportFile | None = None
         self._inspector: DensityInspector | None = None
         self.metrics = StepMetrics()
@@ -60,6 +63,8 @@ class ORTAccelCallback(TrainerCallback):
         """Activate the model again: with `model_init` the Trainer has made a new one. Then settle its optimizer."""
         self.start(args, named["model"], named.get("optimizer"))
         settle_optimizer(named.get("optimizer"), named["model"], self.config)
+        self._leave_backward()  # of a training that was broken off
+        self._in_backward = record_step_in_backward(args, named.get("optimizer"), named["model"], self.config)
         self._activations = record_activations(named["model"], self.config)
         report = self.metrics.report = report_of(named["model"], self.config)
         report.series.clear()  # of a training before
@@ -73,7 +78,8 @@ class ORTAccelCallback(TrainerCallback):
             self._file = report_file_of(named["model"]) or ReportFile(report, path)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Take the statistics off the model again, and write the report."""
+        """Take what watches the model off it again, and write the report."""
+        self._leave_backward()
         if self._activations is not None:
             self._activations.unsubscribe()
             self._activations = None
@@ -83,6 +89,11 @@ class ORTAccelCallback(TrainerCallback):
             self._inspector.is_fed = False
         if self._file is not None:
             self._file.write()
+
+    def _leave_backward(self) -> None:
+        if self._in_backward is not None:
+            self._in_backward.remove()
+            self._in_backward = None
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock of an optimizer step."""

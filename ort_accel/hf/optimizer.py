@@ -97,7 +97,7 @@ def settle_optimizer(optimizer: Any, model: nn.Module, config: Config) -> None:
     inner = _chain(optimizer)
     present = type(inner[-1]).__name__ if inner else "no optimizer"
     wishes = config.optimizer
-    adam = next((each for each in inner if isinstance(each, FusedAdam)), None)
+    adam = fused_adam_in(optimizer)
     if wishes.name == OPTIM and adam is None:
         raise OrtAccelError(
             f"optimizer.name is {OPTIM}, and this Trainer trains with {present}; use ORTTrainer, "
@@ -122,6 +122,11 @@ def settle_optimizer(optimizer: Any, model: nn.Module, config: Config) -> None:
             report.applied(name, effect)
         if reason:
             report.refused("optimizer.fp16.replace_checks", reason)
+
+
+def fused_adam_in(optimizer: Any) -> FusedAdam | None:
+    """The FusedAdam that an optimizer is, or that stands somewhere inside it."""
+    return next((each for each in _chain(optimizer) if isinstance(each, FusedAdam)), None)
 
 
 def _replace_checks(optimizer: Any, wish: bool | str, effects: dict[str, str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from ort_accel.lowering.assign import Assigner, Refusal, short
+from ort_accel.lowering.early_gradients import Gradients, due, split
 from ort_accel.lowering.flops import flops
 from ort_accel.lowering.fuse import fuse
 from ort_accel.lowering.islands import merge_islands
@@ -23,8 +24,12 @@ from ort_accel.lowering.tune.choose import Tuner
 from ort_accel.lowering.weight_casts import CopiesOfWeights, WeightCast, take_out
 from ort_accel.reporting import Reason, Report, Runner, Segment
 from ort_accel.runtime.journal import EndedBefore
+from ort_accel.runtime.leaves import Leaves
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.weight_copies import WeightCopies
+
+LEFT = "left"
+"""Marks the registers of what is left of gradients: what could not be handed over."""
 
 
 @dataclass
@@ -45,6 +50,8 @@ class Lowering:
     """Chooses by measurement between what ONNX Runtime and PyTorch both can run."""
     copies: WeightCopies | None = None
     """Keeps autocast's copies of weights."""
+    leaves: Leaves | None = None
+    """Gives parameters their gradients before the backward ends."""
     assigner: Assigner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,9 +59,16 @@ class Lowering:
 
 
 def lower_graph(
-    module: fx.GraphModule, lowering: Lowering, name: str, bound: Callable[[fx.Node], bool] = lambda _: False
+    module: fx.GraphModule,
+    lowering: Lowering,
+    name: str,
+    bound: Callable[[fx.Node], bool] = lambda _: False,
+    gradients: Gradients = (),
 ) -> Program:
-    """Turn a functional ATen graph into a program. `bound` tells inputs that usually stay at their place."""
+    """Turn a functional ATen graph into a program.
+
+    `bound` tells inputs that usually stay at their place, `gradients` what a backward's outputs are the gradients of.
+    """
     if lowering.fusions:
         fuse(module.graph, lowering.report)
     casts = take_out(module.graph, bound) if lowering.copies and name.startswith("forward") else []
@@ -66,8 +80,10 @@ def lower_graph(
             make = partial(_trial, module, trial, name, bound)
             assignment = lowering.tuner.choose(module, name, assignment, make)
     cuts = _cuts(module.graph, assignment, lowering)
+    if gradients:
+        cuts = split(cuts, module.graph, assignment.free, gradients)
     with lowering.report.timed("build sessions", name):
-        program = _Assembly(module, lowering, name, bound, assignment, cuts).program(casts)
+        program = _Assembly(module, lowering, name, bound, assignment, cuts).program(casts, gradients)
     _record(cuts, assignment, lowering.report, name)
     return program
 
@@ -126,11 +142,11 @@ class _Assembly:
     ) -> None:
         self._module, self._lowering, self._name, self._bound = module, lowering, name, bound
         self._assignment, self._free, self._cuts = assignment, assignment.free, cuts
-        self._register: dict[fx.Node, int] = {}
+        self._register: dict[Any, int] = {}
         self._place = {node: position for position, node in enumerate(module.graph.nodes)}
 
-    def program(self, casts: Sequence[WeightCast] = ()) -> Program:
-        """What runs the graph; the copies of weights are made first."""
+    def program(self, casts: Sequence[WeightCast] = (), gradients: Gradients = ()) -> Program:
+        """What runs the graph; the copies of weights are made first, and gradients leave when they can."""
         placeholders = self._module.graph.find_nodes(op="placeholder")
         symbols = SymbolSource()
         for position, node in enumerate(placeholders):
@@ -139,11 +155,12 @@ class _Assembly:
         results = returned(self._module.graph)
         self._views = self._returned_views(results)
         steps = [self._step(index, item) for index, item in enumerate(self._cuts)]
+        if gradients and (leaves := self._lowering.leaves) is not None:
+            steps = self._with_exits(steps, results, gradients, leaves)
         if casts and (copies := self._lowering.copies) is not None:
             steps.insert(0, self._copying_step(casts, copies))
-        if self._views:
-            steps.append(self._pytorch_step(body_of([], self._views, self._free), self._views))
-        outputs = [self._output(item) for item in results]
+        steps += self._view_step(self._views)
+        outputs = [self._register.get((LEFT, at), self._output(item)) for at, item in enumerate(results)]
         mark_last_uses(steps, {index for index in outputs if index is not None})
         sizes = SizeFunction(expression(i.meta["val"] if isinstance(i, fx.Node) else i) for i in results if _sized(i))
         return Program(steps, len(self._register), symbols, outputs, sizes)
@@ -152,6 +169,30 @@ class _Assembly:
         """Views among the graph's outputs; PyTorch takes them at the end, at no cost."""
         nodes = [item for item in results if isinstance(item, fx.Node) and item.op != "placeholder"]
         return [node for node in dict.fromkeys(nodes) if node in self._free]
+
+    def _view_step(self, views: Sequence[fx.Node]) -> list[Step]:
+        new = [node for node in views if node not in self._register]
+        return [self._pytorch_step(body_of([], new, self._free), new)] if new else []
+
+    def _with_exits(
+        self, steps: Sequence[Step], results: Sequence[Any], gradients: Gradients, leaves: Leaves
+    ) -> list[Step]:
+        """These steps, and between them those that hand gradients over and leave what has to be returned."""
+        leaving = due(self._module.graph, gradients, self._free, steps, self._register.__getitem__)
+        all_steps: list[Step] = []
+        for index, step in enumerate(steps):
+            all_steps.append(step)
+            if index not in leaving:
+                continue
+            positions = leaving[index]
+            all_steps += self._view_step([node for node in map(results.__getitem__, positions) if node in self._free])
+            reads = [self._register[results[position]] for position in positions]
+            for position in positions:
+                self._register[LEFT, position] = len(self._register)
+            edges = [source.edge for source in map(gradients.__getitem__, positions) if source is not None]
+            run = partial(_hand_over, leaves, edges)
+            all_steps.append(Step(run, reads, [self._register[LEFT, position] for position in positions]))
+        return all_steps
 
     def _wanted(self, index: int, item: Cut) -> list[fx.Node]:
         """The values of this segment that a later segment or the caller needs."""
@@ -211,6 +252,10 @@ class _Assembly:
         if item is None:
             return None
         return SIZE if _sized(item) else self._register[item]
+
+
+def _hand_over(leaves: Leaves, edges: Sequence[int], gradients: list[Any], _: dict[str, int]) -> Sequence[Any]:
+    return leaves.hand_over(gradients, edges)
 
 
 def _sized(item: Any) -> bool:

@@ -57,9 +57,7 @@ class Program:
             tensors = [registers[index] for index in step.inputs]
             for index in step.last_use:  # before the step, which can then free what it no longer needs
                 registers[index] = None
-            results = step.run(tensors, symbols)
-            for index, result in zip(step.outputs, results, strict=True):
-                registers[index] = result
+            _put(step.run(tensors, symbols), step.outputs, registers)
             if step.reveals is not None:
                 step.reveals.read(registers, symbols)
             for index in step.unread:
@@ -68,6 +66,12 @@ class Program:
         return [
             None if index is None else next(sizes) if index == SIZE else registers[index] for index in self._outputs
         ]
+
+
+def _put(results: Sequence[Any], places: Sequence[int], registers: Registers) -> None:
+    """Note results, in a function of its own, so that nothing but the registers holds on to them afterwards."""
+    for index, result in zip(places, results, strict=True):
+        registers[index] = result
 
 
 SIZE = -1

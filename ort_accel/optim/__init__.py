@@ -6,6 +6,7 @@ from ort_accel.optim.decay import decay_groups
 from ort_accel.optim.factory import build_optimizer
 from ort_accel.optim.fp16_optimizer import FP16_Optimizer
 from ort_accel.optim.fused_adam import FusedAdam
+from ort_accel.optim.in_backward import StepInBackward, step_in_backward
 from ort_accel.optim.loss_scale import LossScale
 from ort_accel.optim.master_weights import MasterWeightOptimizer
 
@@ -15,7 +16,9 @@ __all__ = [
     "FusedAdam",
     "LossScale",
     "MasterWeightOptimizer",
+    "StepInBackward",
     "build_optimizer",
     "connect",
     "decay_groups",
+    "step_in_backward",
 ]

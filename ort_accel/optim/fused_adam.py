@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -91,14 +91,23 @@ class FusedAdam(Optimizer):
                 loss = closure()
         scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         for group in self.param_groups:
-            batch = self._batch(group)
-            if batch.params:
-                update(batch, group, scaling)
+            self._update(group["params"], group, scaling)
         return loss
 
-    def _batch(self, group: Mapping[str, Any]) -> Batch:
+    @torch.no_grad()
+    def step_one(self, param: Tensor, group: Mapping[str, Any]) -> None:
+        """Update one parameter, which is in this group, and drop its gradient."""
+        self._update([param], group, Scaling(None, None))
+        param.grad = None
+
+    def _update(self, params: Iterable[Tensor], group: Mapping[str, Any], scaling: Scaling) -> None:
+        batch = self._batch(params, group)
+        if batch.params:
+            update(batch, group, scaling)
+
+    def _batch(self, params: Iterable[Tensor], group: Mapping[str, Any]) -> Batch:
         batch = Batch()
-        for param in group["params"]:
+        for param in params:
             if param.grad is None:
                 continue
             if param.grad.is_sparse:

@@ -9,6 +9,7 @@ from ort_accel import OrtAccelError
 from ort_accel.config import load_config
 from ort_accel.hf import ORTAccelCallback, ORTSeq2SeqTrainingArguments, ORTTrainer, ORTTrainingArguments
 from ort_accel.optim import AdamWMode, FusedAdam, MasterWeightOptimizer, build_optimizer
+from ort_accel.reporting import State
 
 OFF = {"engine": {"enabled": False}}
 NAMED = {**OFF, "optimizer": {"name": "adamw_ort_fused"}}
@@ -171,3 +172,37 @@ def test_wishes_that_contradict_each_other_are_errors(tmp_path):
     config = {**OFF, "optimizer": {"fp16": {"replace_checks": True}}}
     with pytest.raises(OrtAccelError, match="replace_checks is true, and it cannot be: no DeepSpeed"):
         ORTTrainer(tiny_llama(), arguments(tmp_path), train_dataset=data(), ort_config=config).train()
+
+
+IN_BACKWARD = {
+    "memory": {"early_gradient_release": True},
+    "optimizer": {"name": "adamw_ort_fused", "step_in_backward": True},
+}
+
+
+def test_updates_within_the_backward_are_the_trainers(tmp_path):
+    after = ORTTrainer(tiny_llama(), arguments(tmp_path, max_grad_norm=0), train_dataset=data(), ort_config=NAMED)
+    within = ORTTrainer(
+        tiny_llama(), arguments(tmp_path, max_grad_norm=0), train_dataset=data(), ort_config=IN_BACKWARD
+    )
+    for trainer in (after, within):
+        trainer.train()
+    assert losses(within) == pytest.approx(losses(after), rel=1e-5)
+    report = ort_accel.report(within.model)
+    count = len(list(within.model.parameters()))
+    assert report.features["memory.early_gradient_release"].effect.startswith(f"{count} parameters get their gradients")
+    assert report.features["optimizer.step_in_backward"].state is State.APPLIED
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in within.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({}, "max_grad_norm=1 clips by the norm of all gradients: set max_grad_norm=0"),
+        ({"gradient_accumulation_steps": 2, "max_grad_norm": 0}, "gradients are accumulated over 2 batches"),
+    ],
+)
+def test_what_needs_all_gradients_at_once_excludes_updates_within_the_backward(tmp_path, more, why):
+    trainer = ORTTrainer(tiny_llama(), arguments(tmp_path, **more), train_dataset=data(), ort_config=IN_BACKWARD)
+    with pytest.raises(OrtAccelError, match=f"optimizer.step_in_backward is true, and {why}"):
+        trainer.train()

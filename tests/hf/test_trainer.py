@@ -136,14 +136,8 @@ def test_a_file_that_is_not_there_is_named(accelerated, tmp_path, take):
     assert not accelerated
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"memory": {"early_gradient_release": True}},
-    ],
-    ids=str,
-)
-def test_what_nobody_would_do_is_refused(accelerated, tmp_path, config):
+def test_what_nobody_would_do_is_refused(accelerated, tmp_path):
+    config = {"engine": {"provider": "cuda"}, "memory": {"offload": True, "budget": 0.5}}
     with pytest.raises(ConfigError, match=r"is not to be had in this version of ort_accel; remove the key"):
         ORTTrainer(tiny_bert(), arguments(tmp_path), ort_config=config)
     assert not accelerated

@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
+import ort_accel
 from ort_accel.errors import OptimizerError
 from ort_accel.hf import ORTTrainer, ORTTrainingArguments
 from ort_accel.optim import FP16_Optimizer
@@ -20,7 +21,7 @@ from ort_accel.optim import FP16_Optimizer
 CHECKS = ("has_overflow_partitioned_grads_serial", "get_grad_norm_direct")
 
 
-def engine_for(stage, precision):
+def engine_for(stage, precision=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3))
     config = {
@@ -29,8 +30,9 @@ def engine_for(stage, precision):
         "gradient_clipping": 0.05,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000},
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
-        precision: {"enabled": True},
     }
+    if precision is not None:
+        config[precision] = {"enabled": True}
     if precision == "fp16":
         # So high a scale that the first steps overflow.
         config["fp16"] |= {"initial_scale_power": 20, "hysteresis": 1, "loss_scale_window": 5}
@@ -83,6 +85,21 @@ def refusals(rank):
     return answers
 
 
+def losses_of(*trained):
+    return [loss for loss, *_ in train(*trained)]
+
+
+def early_gradients(rank):
+    """ZeRO-2 without and with gradients that reach it while the backward of the engine runs."""
+    stock = losses_of(*engine_for(2), rank)
+    engine, optimizer = engine_for(2)
+    wish = {"memory": {"early_gradient_release": True}, "compute": {"attention": "products"}}
+    model = ort_accel.accelerate(engine.module, wish)
+    given = losses_of(engine, optimizer, rank)
+    effect = ort_accel.report(model).features["memory.early_gradient_release"].effect
+    return {"stock": stock, "early": given, "effect": effect}
+
+
 def in_a_trainer(rank, folder):
     """FusedAdam under ZeRO-2, built and settled by ORTTrainer."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -127,6 +144,7 @@ def main(rank, folder):
     deepspeed.init_distributed("gloo")
     Accelerator(cpu=True)
     seen = {f"{stage} {kind}": compare(stage, kind, rank) for stage in (1, 2) for kind in ("fp16", "bf16")}
+    seen["early"] = early_gradients(rank)
     seen["refusals"] = refusals(rank)
     seen["trainer"] = in_a_trainer(rank, folder)
     Path(folder, f"{rank}.json").write_text(json.dumps(seen))

@@ -32,6 +32,13 @@ def test_losses_norms_and_scales_equal_deepspeeds_own(seen, rank, stage, precisi
     assert run["theirs"][-1][0] < run["theirs"][0][0]
 
 
+def test_gradients_that_reach_zero_2_early_train_as_its_own(seen):
+    for process in seen:
+        run = process["early"]
+        assert run["early"] == pytest.approx(run["stock"], rel=1e-4)
+        assert run["effect"] == "6 parameters get their gradients before the backward ends"
+
+
 def test_a_difference_in_one_process_keeps_the_original_in_all(seen):
     for process in seen:
         assert process["refusals"]["replaced"] == ["has_overflow_partitioned_grads_serial"]
