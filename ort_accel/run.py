@@ -39,6 +39,7 @@ def run(arguments: Sequence[str]) -> None:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         code = 2
     except (Exception, SystemExit) as error:
+        _explain_lack_of_memory(error)
         if not _is_in_a_group():
             raise
         code = _last_words(error)
@@ -57,6 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("script")
     parser.add_argument("script_arguments", nargs=argparse.REMAINDER, metavar="...")
     return parser
+
+
+def _explain_lack_of_memory(error: BaseException) -> None:
+    from ort_accel.runtime.out_of_memory import explain_lack_of_memory
+
+    explain_lack_of_memory(error)
 
 
 def _get_ready_and_run(given: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource
+from ort_accel.runtime.out_of_memory import explain_lack_of_memory
 
 Registers = list[Any]
 Symbols = dict[str, int]
@@ -57,7 +58,11 @@ class Program:
             tensors = [registers[index] for index in step.inputs]
             for index in step.last_use:  # before the step, which can then free what it no longer needs
                 registers[index] = None
-            results = step.run(tensors, symbols)
+            try:
+                results = step.run(tensors, symbols)
+            except Exception as error:
+                explain_lack_of_memory(error)
+                raise
             for index, result in zip(step.outputs, results, strict=True):
                 registers[index] = result
             if step.reveals is not None:
