@@ -25,7 +25,7 @@ class Last:
 
 def keep(folder, **more):
     """Hold things from a module of its own, which the end of the script does not touch."""
-    file = Path(folder, "kept").open("w")
+    file = Path(folder, "kept").open("w")  # noqa: SIM115  (closed by nobody)
     file.write("all of it")
     sys.modules["kept"] = types.SimpleNamespace(file=file, last=Last(Path(folder, "interpreter")), **more)
     atexit.register(Path(folder, "goodbye").touch)

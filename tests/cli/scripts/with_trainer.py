@@ -10,7 +10,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import ort_accel
 
-
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 
 
