@@ -35,7 +35,7 @@ def two_layers():
 
 
 def run(side, folder, resume=None, stage=3, universal=False):
-    """Train with evaluation and a checkpoint in between."""
+    """Train with a checkpoint in between, and where all of it is compared, with evaluation."""
     trainer = train(
         side,
         folder,
@@ -48,7 +48,7 @@ def run(side, folder, resume=None, stage=3, universal=False):
         gradient_accumulation_steps=2,
         learning_rate=1e-3,
         max_steps=WHOLE,
-        eval_strategy="steps",
+        eval_strategy="no" if universal else "steps",
         eval_steps=HALF,
         save_strategy="steps",
         save_steps=HALF,
@@ -82,10 +82,10 @@ def begin(rank, folder, stage):
 
 
 def go_on(side, folder, stage, processes):
-    """Go on from where other processes were."""
+    """Go on from where other processes were; only losses are compared."""
     checkpoint = of(processes, stage, folder) / f"checkpoint-{HALF}"
     place = Path(folder, f"{side} stage {stage} in {PROCESSES}")
-    return run(side, place, checkpoint, stage=stage, universal=True)[1]
+    return run(side, place, checkpoint, stage=stage, universal=True)[1]["losses"]
 
 
 def compare(rank, folder):
@@ -94,12 +94,11 @@ def compare(rank, folder):
     trainer, seen["ORTTrainer"] = run("ORTTrainer", Path(folder, "ORTTrainer"))
     trainer.save_model(str(Path(folder, "ORTTrainer", "saved")))
     seen["report"] = ort_accel.report(trainer.model).to_dict()
-    places = {"eager": of(2, 3, folder), "ORTTrainer": Path(folder, "ORTTrainer")}
-    for side, other in (("eager", "ORTTrainer"), ("callback", "eager")):
-        resumed = run(side, Path(folder, f"{side} resumed"), places[other] / f"checkpoint-{HALF}")[1]
-        seen[f"{side} from a checkpoint"] = resumed
+    checkpoint = Path(folder, "ORTTrainer", f"checkpoint-{HALF}")
+    seen["eager from a checkpoint"] = run("eager", Path(folder, "eager resumed"), checkpoint)[1]["losses"]
+    seen["callback from a checkpoint of one"] = go_on("callback", folder, 3, 1)
     if rank == 0:
-        saved = [places["eager"] / f"checkpoint-{WHOLE}", places["ORTTrainer"] / "saved"]
+        saved = [of(2, 3, folder) / f"checkpoint-{WHOLE}", Path(folder, "ORTTrainer", "saved")]
         eager, mine = (load_file(place / "model.safetensors") for place in saved)
         seen["furthest"] = max((eager[name] - mine[name]).abs().max().item() for name in eager)
     return seen
@@ -110,14 +109,13 @@ def main(rank, folder, phase):
     warnings.simplefilter("ignore")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and gloo is enough
     if phase == "alone first":
-        seen = {stage: begin(rank, folder, stage) for stage in (2, 3)}
+        seen = begin(rank, folder, 3)
     elif phase == "together":
         seen = compare(rank, folder)
         begin(rank, folder, 2)
-        seen["from one"] = {stage: go_on("ORTTrainer", folder, stage, 1) for stage in (2, 3)}
     else:
-        seen = {stage: go_on("ORTTrainer", folder, stage, 2) for stage in (2, 3)}
-        seen["stock"] = go_on("eager", folder, 3, 2)
+        seen = {"eager": go_on("eager", folder, 3, 2)}
+        seen |= {f"stage {stage}": go_on("ORTTrainer", folder, stage, 2) for stage in (2, 3)}
     Path(folder, f"{phase} {rank}.json").write_text(json.dumps(seen))
     torch.distributed.destroy_process_group()
 
