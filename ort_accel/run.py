@@ -148,12 +148,13 @@ def _last_words(error: Exception | SystemExit) -> int:
 def _end(code: int) -> NoReturn:
     """End this process as Python does, but for the interpreter's own end.
 
-    Threads of a process group outlive it: something holds the group, be it only the default arguments of functions in
-    `torch.distributed.nn` and DeepSpeed, which were defined while it was there. Such a thread may still have to free a
-    tensor of Python, and wants the interpreter for that. If it comes when that one has begun to end, Python ends the
-    thread in the middle of C++ code, which aborts the process, so that a training that is done counts as failed. A
-    script that fails would wait for threads that wait for other processes. So neither happens here: what Python code
-    has to do at the end is done, files are written out, and the process ends at once.
+    Threads of a process group may outlive it, since something holds the group, be it only the default arguments of
+    functions in `torch.distributed.nn` and DeepSpeed that were defined while it was there. After its last operation
+    such a thread frees tensors, and needs the interpreter for those that Python made. Where it comes too late for that,
+    on a busy machine, Python 3.11 ends the thread within C++'s destructors, which ends the process by a signal: a
+    training that is done counts as failed. And a script that fails would wait for threads that wait for other
+    processes. So the interpreter is not taken apart: what Python code has to do at the end is done, files are written
+    out, and the process ends.
     """
     if code == 0:
         _leave_the_group()

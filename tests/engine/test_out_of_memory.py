@@ -62,12 +62,14 @@ def main(folder):
         step(mine, rows)
         with torch.no_grad():
             mine(torch.ones(rows, 64))
+    compiled = ort_accel.report(mine).counters["compilations"]
     seen = {"too large": too_large(mine), "before": len(ort_accel.report(mine).fallbacks)}
     seen["small"] = [step(mine, 1000), step(stock, 1000)]
     seen["large"] = [large(mine), stock(torch.ones(70_000, 64)).norm().item()]
     seen["fallbacks"] = [item.detail for item in ort_accel.report(mine).fallbacks]
     seen["tried"] = found(mine)
     seen["small again"] = [step(mine, 1000), step(stock, 1000)]
+    seen["compiled anew"] = ort_accel.report(mine).counters["compilations"] - compiled
     (folder / "seen.json").write_text(json.dumps(seen))
 
 
@@ -95,6 +97,7 @@ def test_the_error_is_pytorchs_and_says_what_helps(seen):
 def test_other_steps_train_on_as_in_eager(seen, which):
     mine, stock = seen[which]
     assert mine == pytest.approx(stock, rel=1e-4)
+    assert seen["compiled anew"] == 0
 
 
 def test_what_onnx_runtime_has_no_memory_for_pytorch_computes(seen):
