@@ -26,27 +26,29 @@ from ort_accel.errors import OrtAccelError
 PROGRAM = "ort_accel.run"
 
 
-def run(arguments: Sequence[str]) -> None:
-    """Run a script as `python` would, in this process; ends it with code 2 where ort_accel refuses something.
+def main() -> None:
+    """The command: run a script, and end the process as the script ended."""
+    try:
+        run(sys.argv[1:])
+    except (Exception, SystemExit) as error:
+        if not _is_in_a_group():
+            raise
+        _end(_last_words(error))
+    if _is_in_a_group():
+        _end(0)
 
-    Does not return in a process that is one of a process group: see `_end`.
-    """
+
+def run(arguments: Sequence[str]) -> None:
+    """Run a script as `python` would, in this process; exits with code 2 where ort_accel refuses something."""
     given = _parser().parse_args(arguments)
-    code = 0
     try:
         _get_ready_and_run(given)
     except OrtAccelError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
-        code = 2
-    except (Exception, SystemExit) as error:
+        sys.exit(2)
+    except Exception as error:
         _explain_lack_of_memory(error)
-        if not _is_in_a_group():
-            raise
-        code = _last_words(error)
-    if _is_in_a_group():
-        _end(code)
-    if code:
-        sys.exit(code)
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -172,4 +174,4 @@ _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    main()

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import ort_accel.hf.accelerate_plugin  # noqa: F401  (once for all)
-from ort_accel.run import run
+from ort_accel import run
 
 SCRIPT = Path(__file__).parent / "scripts" / "ends.py"
 
@@ -18,7 +18,8 @@ def end(how, folder):
             os.dup2(file.fileno(), stream.fileno())
     if "alone" not in how:
         os.environ["WORLD_SIZE"] = "1"
-    run([str(SCRIPT), how, str(folder)])
+    sys.argv = ["ort_accel.run", str(SCRIPT), how, str(folder)]
+    run.main()
     sys.exit()
 
 
