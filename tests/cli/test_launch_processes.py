@@ -10,6 +10,10 @@ import pytest
 import yaml
 from accelerate.test_utils import path_in_accelerate_package
 
+import ort_accel
+from ort_accel.hf import ORTAccelCallback
+from tests.cli.scripts.with_trainer import train
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 LOOP, TRAINER = str(SCRIPTS / "loop.py"), str(SCRIPTS / "with_trainer.py")
@@ -136,12 +140,9 @@ def test_a_trainer_in_two_processes_trains_as_one_with_one_pair_of_graphs(eager_
 
 def test_a_run_of_one_process_goes_on_in_two_and_of_two_in_one(tmp_path, eager_trainer, two_trainers):
     assert two_trainers["resumed"] == pytest.approx(eager_trainer["losses"][:3], **FROM_TWO)
-    out = tmp_path / "out.json"
-    python("-m", "ort_accel.run", TRAINER, out, two_trainers["checkpoint"])
-    found = result(out)
-    assert found["processes"] == 1
-    assert found["resumed"] == pytest.approx(eager_trainer["losses"][:3], **FROM_TWO)
-    assert found["report"]["counters"]["compilations"] == 3
+    trainer, losses = train(tmp_path, str(two_trainers["checkpoint"]), callbacks=[ORTAccelCallback()])
+    assert losses == pytest.approx(eager_trainer["losses"][:3], **FROM_TWO)
+    assert ort_accel.report(trainer.model).counters["compilations"] == 2
 
 
 def test_a_process_that_is_killed_ends_the_job_with_an_error(tmp_path):

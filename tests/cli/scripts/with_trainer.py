@@ -13,7 +13,7 @@ import ort_accel
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def train(folder, resume=None):
+def train(folder, resume=None, **more):
     """Train a fresh model, with a checkpoint before the last step; returns the trainer and its losses."""
     set_seed(3)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -33,7 +33,7 @@ def train(folder, resume=None):
         save_steps=2,
         use_cpu=True,
     )
-    trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data)
+    trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data, **more)
     trainer.train(resume_from_checkpoint=resume)
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
