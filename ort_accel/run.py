@@ -33,9 +33,9 @@ def main() -> None:
     except (Exception, SystemExit) as error:
         if not _is_in_a_group():
             raise
-        _end(_last_words(error))
+        end(_last_words(error))
     if _is_in_a_group():
-        _end(0)
+        end(0)
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -147,7 +147,7 @@ def _last_words(error: Exception | SystemExit) -> int:
     return int(error.code is not None)
 
 
-def _end(code: int) -> NoReturn:
+def end(code: int) -> NoReturn:
     """End this process as Python does, but for the interpreter's own end.
 
     Threads of a process group may outlive it, since something holds the group, be it only the default arguments of

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ort_accel
+from ort_accel.run import end
 from ort_accel.runtime.session import Session
 from tests.memory_limit import memory_limit
 
@@ -204,7 +205,7 @@ def main(rank, folder):
     seen["another operator in PyTorch"] = data_parallel(rank, QUIET | elsewhere)
     seen["a failure in ONNX Runtime"] = failing_in_one(rank)
     Path(folder, f"{rank}.json").write_text(json.dumps(seen))
-    dist.destroy_process_group()
+    end(0)
 
 
 if __name__ == "__main__":

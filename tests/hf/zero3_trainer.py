@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import ort_accel
+from ort_accel.run import end
 from tests.hf.tiny import llama, losses, texts, train
 
 PROCESSES = int(os.environ["WORLD_SIZE"])
@@ -117,7 +118,7 @@ def main(rank, folder, phase):
         seen = {"eager": go_on("eager", folder, 3, 2)}
         seen |= {f"stage {stage}": go_on("ORTTrainer", folder, stage, 2) for stage in (2, 3)}
     Path(folder, f"{phase} {rank}.json").write_text(json.dumps(seen))
-    torch.distributed.destroy_process_group()
+    end(0)
 
 
 if __name__ == "__main__":
