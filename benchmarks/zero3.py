@@ -15,6 +15,7 @@ import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ort_accel.cli.benchmark import machine
+from ort_accel.run import end
 from ort_accel.subscribers import SubscriberManager, ZeROOffloadSubscriber
 from ort_accel.subscribers.zero_offload import live_parameters
 
@@ -59,7 +60,7 @@ def measure(
         _show(result)
         if json_file is not None:
             json_file.write_text(json.dumps(result, indent=1) + "\n")
-    dist.destroy_process_group()
+    end(0)
 
 
 def _engine(name: str, layers: int, hidden: int, vocab: int, batch: int) -> Any:

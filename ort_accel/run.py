@@ -8,29 +8,47 @@ Works under a launcher too: `accelerate launch -m ort_accel.run script.py`, `tor
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
+import io
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
 
 from ort_accel.errors import OrtAccelError
 
 PROGRAM = "ort_accel.run"
 
 
+def main() -> None:
+    """The command: run a script, and end the process as the script ended."""
+    try:
+        run(sys.argv[1:])
+    except (Exception, SystemExit) as error:
+        if not _is_in_a_group():
+            raise
+        end(_last_words(error))
+    if _is_in_a_group():
+        end(0)
+
+
 def run(arguments: Sequence[str]) -> None:
-    """Run a script as `python` would, in this process; ends it with code 2 where ort_accel refuses something."""
+    """Run a script as `python` would, in this process; exits with code 2 where ort_accel refuses something."""
     given = _parser().parse_args(arguments)
     try:
-        if not given.module and not Path(given.script).is_file():
-            raise OrtAccelError(f"{given.script}: no such script in {Path.cwd()}")
-        _get_ready(given.ort_config)
-        _run(given.script, given.script_arguments, given.module)
+        _get_ready_and_run(given)
     except OrtAccelError as error:
-        sys.exit(_said(error))
-    _leave_the_group()
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except Exception as error:
+        _explain_lack_of_memory(error)
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,16 +62,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _said(error: OrtAccelError) -> int:
-    print(f"{PROGRAM}: {error}", file=sys.stderr)
-    return 2
+def _explain_lack_of_memory(error: BaseException) -> None:
+    from ort_accel.runtime.out_of_memory import explain_lack_of_memory
+
+    explain_lack_of_memory(error)
 
 
-def _get_ready(config_file: str | None) -> None:
+def _get_ready_and_run(given: argparse.Namespace) -> None:
+    if not given.module and not Path(given.script).is_file():
+        raise OrtAccelError(f"{given.script}: no such script in {Path.cwd()}")
     from ort_accel.hf.accelerate_plugin import accelerate_all_models
 
-    accelerate_all_models(config_file)
+    accelerate_all_models(given.ort_config)
     _settle_on_the_cpu()
+    _run(given.script, given.script_arguments, given.module)
 
 
 def _settle_on_the_cpu() -> None:
@@ -94,13 +116,62 @@ def _run(script: str, arguments: Sequence[str], is_module: bool) -> None:
             raise
 
 
+def _is_in_a_group() -> bool:
+    """Whether this process is one of a process group, or was started to be one."""
+    distributed = _distributed()
+    return "WORLD_SIZE" in os.environ or (distributed is not None and distributed.is_initialized())
+
+
 def _leave_the_group() -> None:
     """End what the script began with other processes: whoever leaves it open can hang or complain at its exit."""
-    distributed = getattr(sys.modules.get("torch"), "distributed", None)
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        gc.collect()  # a model that stands in a cycle would hold on to the group, and end its threads late
+    distributed = _distributed()
+    if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
 
 
+def _distributed() -> ModuleType | None:
+    """`torch.distributed`, where torch was imported and has it."""
+    distributed: ModuleType | None = getattr(sys.modules.get("torch"), "distributed", None)
+    return distributed if distributed is not None and distributed.is_available() else None
+
+
+def _last_words(error: Exception | SystemExit) -> int:
+    """Print what Python prints when a script ends so; returns its exit code."""
+    if not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    if error.code is not None:
+        print(error.code, file=sys.stderr)
+    return int(error.code is not None)
+
+
+def end(code: int) -> NoReturn:
+    """End this process as Python does, but for the interpreter's own end.
+
+    Threads of a process group may outlive it, since something holds the group, be it only the default arguments of
+    functions in `torch.distributed.nn` and DeepSpeed that were defined while it was there. After its last operation
+    such a thread frees tensors, and needs the interpreter for those that Python made. Where it comes too late for that,
+    on a busy machine, Python 3.11 ends the thread within C++'s destructors, which ends the process by a signal: a
+    training that is done counts as failed. And a script that fails would wait for threads that wait for other
+    processes. So the interpreter is not taken apart: what Python code has to do at the end is done, files are written
+    out, and the process ends.
+    """
+    if code == 0:
+        _leave_the_group()
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    gc.collect()
+    for file in gc.get_objects():
+        if type(file) in _BUFFERED:
+            with suppress(OSError, ValueError):
+                file.flush()
+    os._exit(code)
+
+
+_BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+
+
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    main()

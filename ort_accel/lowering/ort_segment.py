@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import Any, cast
 
 import onnx_ir as ir
@@ -18,6 +20,8 @@ from ort_accel.lowering.pytorch_segment import PyTorchSegment
 from ort_accel.lowering.registry import lower
 from ort_accel.lowering.segments import Body
 from ort_accel.lowering.sizes import SizeFunction
+from ort_accel.runtime.out_of_memory import is_lack_of_memory
+from ort_accel.runtime.pool import release_unused
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.tensors import Bound, OrtValue, sizes_to_ort, to_ort
 
@@ -140,15 +144,26 @@ class OrtSegment:
         if self._given_up:
             return self._twin()(tensors, symbols)
         try:
-            feeds = [convert(tensor) for convert, tensor in zip(self._convert, tensors, strict=True)]
-            results = self._session(feeds + self._size_values(symbols))
+            results = self._by_onnx_runtime(tensors, symbols)
         except Exception as error:
-            replacement = self._twin()(tensors, symbols)
+            replacement = self._by_pytorch(error, tensors, symbols)
             self._given_up = not self._on_failure(error)
             return replacement
         for position, order in self._permuted:
             results[position] = results[position].permute(order)
         return results
+
+    def _by_onnx_runtime(self, tensors: list[Any], symbols: dict[str, int]) -> list[torch.Tensor]:
+        feeds = [convert(tensor) for convert, tensor in zip(self._convert, tensors, strict=True)]
+        return self._session(feeds + self._size_values(symbols))
+
+    def _by_pytorch(self, error: Exception, tensors: list[Any], symbols: dict[str, int]) -> Sequence[Any]:
+        """What PyTorch makes of a run that failed; it gets the memory that the failed run and the pool hold."""
+        clear_frames(error.__traceback__)
+        if is_lack_of_memory(error):
+            with suppress(Exception):  # there may not even be the little memory that this takes
+                release_unused()
+        return self._twin()(tensors, symbols)
 
     def _size_values(self, symbols: dict[str, int]) -> list[OrtValue]:
         """The model's size inputs; made anew only when a size has changed."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource
+from ort_accel.runtime.out_of_memory import explain_lack_of_memory
 
 Registers = list[Any]
 Symbols = dict[str, int]
@@ -57,7 +58,11 @@ class Program:
             tensors = [registers[index] for index in step.inputs]
             for index in step.last_use:  # before the step, which can then free what it no longer needs
                 registers[index] = None
-            _put(step.run(tensors, symbols), step.outputs, registers)
+            try:
+                _put(step.run(tensors, symbols), step.outputs, registers)
+            except Exception as error:
+                explain_lack_of_memory(error)
+                raise
             if step.reveals is not None:
                 step.reveals.read(registers, symbols)
             for index in step.unread:

@@ -10,6 +10,10 @@ import pytest
 import yaml
 from accelerate.test_utils import path_in_accelerate_package
 
+import ort_accel
+from ort_accel.hf import ORTAccelCallback
+from tests.cli.scripts.with_trainer import train
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 LOOP, TRAINER = str(SCRIPTS / "loop.py"), str(SCRIPTS / "with_trainer.py")
@@ -59,9 +63,14 @@ def eager_loop(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def eager_trainer(tmp_path_factory):
+    """What one process finds without the engine; its checkpoint lies beside."""
     out = tmp_path_factory.mktemp("eager") / "eager.json"
     python(TRAINER, out)
-    return result(out)
+    return result(out) | {"checkpoint": checkpoint(out)}
+
+
+def checkpoint(out):
+    return out.parent / "out" / "checkpoint-2"
 
 
 def test_an_untouched_script_runs_on_onnx_runtime_and_learns_the_same(tmp_path, eager_loop):
@@ -115,13 +124,25 @@ def test_zero_3_runs_layer_by_layer_on_one_pair_of_graphs(tmp_path, eager_loop):
     assert found["keys"] == eager_loop["keys"]
 
 
-def test_a_trainer_in_two_processes_trains_as_one_with_one_pair_of_graphs(tmp_path, eager_trainer):
-    out = tmp_path / "out.json"
-    python(*torchrun(), "-m", "ort_accel.run", TRAINER, out)
-    found = result(out)
-    assert found["processes"] == 2
-    assert found["losses"] == pytest.approx(eager_trainer["losses"], **FROM_TWO)
-    assert found["report"]["counters"]["compilations"] == 3, "forward and backward, and forward alone for evaluation"
+@pytest.fixture(scope="module")
+def two_trainers(tmp_path_factory, eager_trainer):
+    """What two processes find; they also go on from the checkpoint of the one, and leave their own."""
+    out = tmp_path_factory.mktemp("two") / "out.json"
+    python(*torchrun(), "-m", "ort_accel.run", TRAINER, out, eager_trainer["checkpoint"])
+    return result(out) | {"checkpoint": checkpoint(out)}
+
+
+def test_a_trainer_in_two_processes_trains_as_one_with_one_pair_of_graphs(eager_trainer, two_trainers):
+    assert two_trainers["processes"] == 2
+    assert two_trainers["losses"] == pytest.approx(eager_trainer["losses"], **FROM_TWO)
+    assert two_trainers["report"]["counters"]["compilations"] == 3, "forward and backward; forward for evaluation"
+
+
+def test_a_run_of_one_process_goes_on_in_two_and_of_two_in_one(tmp_path, eager_trainer, two_trainers):
+    assert two_trainers["resumed"] == pytest.approx(eager_trainer["losses"][:3], **FROM_TWO)
+    trainer, losses = train(tmp_path, str(two_trainers["checkpoint"]), callbacks=[ORTAccelCallback()])
+    assert losses == pytest.approx(eager_trainer["losses"][:3], **FROM_TWO)
+    assert ort_accel.report(trainer.model).counters["compilations"] == 2
 
 
 def test_a_process_that_is_killed_ends_the_job_with_an_error(tmp_path):

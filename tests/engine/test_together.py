@@ -71,7 +71,15 @@ def test_each_process_reports_what_happened_to_it_alone(seen):
 
 
 @pytest.mark.parametrize(
-    ("how", "code"), [("kill -9", -signal.SIGKILL), ("an error", 1), ("a shorter dataset", 0)], ids=str
+    ("how", "code"),
+    [
+        ("kill -9", -signal.SIGKILL),
+        ("an error", 1),
+        ("a shorter dataset", 0),
+        ("no memory in the engine", 1),
+        ("no memory in PyTorch", 1),
+    ],
+    ids=str,
 )
 def test_nobody_waits_for_a_process_that_is_gone(tmp_path, how, code):
     processes = [START.Process(target=end_badly, args=(rank, how, str(tmp_path))) for rank in (0, 1)]
@@ -84,3 +92,10 @@ def test_nobody_waits_for_a_process_that_is_gone(tmp_path, how, code):
         process.kill()
     assert codes == [1, code]
     assert "onnection" in (tmp_path / "0.txt").read_text()
+    if how.startswith("no memory"):
+        said = (tmp_path / "1.txt").read_text()
+        assert "you tried to allocate" in said
+    if how == "no memory in the engine":
+        assert "Failed to allocate memory" in said, "ONNX Runtime is tried first"
+        assert "ort_accel: rank 1 of 2 processes ran out of memory" in said
+        assert "Train with smaller batches" in said

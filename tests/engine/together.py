@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ort_accel
+from ort_accel.run import end
 from ort_accel.runtime.session import Session
+from tests.memory_limit import memory_limit
 
 WORDS = 64
 QUIET = {"observe": {"log_level": "error"}}
@@ -166,8 +169,8 @@ def end_badly(rank, how, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     try:
         leave_alone(rank, how)
-    except RuntimeError as error:
-        Path(folder, f"{rank}.txt").write_text(str(error))
+    except RuntimeError:
+        Path(folder, f"{rank}.txt").write_text(traceback.format_exc())
         raise
     dist.destroy_process_group()
 
@@ -175,12 +178,19 @@ def end_badly(rank, how, folder):
 def leave_alone(rank, how):
     model = ort_accel.accelerate(Net(), QUIET)
     together = DistributedDataParallel(model)
-    train(together, rank, count=2)
+    train(together, rank, count=2, lengths=(7, 9) if how == "no memory in the engine" else (7,))
     if rank == 1:
         if how == "a shorter dataset":
             return
         if how == "an error":
             raise MemoryError("of this process alone")
+        if how == "no memory in the engine":
+            ids = torch.ones(2, 200_000, dtype=torch.long)
+            with memory_limit(64):
+                together(input_ids=ids, labels=ids)
+        if how == "no memory in PyTorch":
+            with memory_limit(64):
+                torch.ones(2**25)
         model.head.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
     train(together, rank, count=6)
 
@@ -195,7 +205,7 @@ def main(rank, folder):
     seen["another operator in PyTorch"] = data_parallel(rank, QUIET | elsewhere)
     seen["a failure in ONNX Runtime"] = failing_in_one(rank)
     Path(folder, f"{rank}.json").write_text(json.dumps(seen))
-    dist.destroy_process_group()
+    end(0)
 
 
 if __name__ == "__main__":

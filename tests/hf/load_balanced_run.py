@@ -9,6 +9,7 @@ from torch import nn
 from transformers.trainer_callback import TrainerCallback
 
 from ort_accel.hf import ORTTrainer, ORTTrainingArguments
+from ort_accel.run import end
 
 LENGTHS = [1 + (7 * n * n) % 90 for n in range(44)]
 
@@ -66,7 +67,7 @@ def main(folder, stop, resume):
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{stop}" if resume == "resume" else None)
     Path(folder, f"{stop}-{resume}-{args.process_index}.json").write_text(json.dumps(trainer.model.seen))
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    end(0)
 
 
 if __name__ == "__main__":

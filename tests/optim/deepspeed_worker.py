@@ -17,6 +17,7 @@ import ort_accel
 from ort_accel.errors import OptimizerError
 from ort_accel.hf import ORTTrainer, ORTTrainingArguments
 from ort_accel.optim import FP16_Optimizer
+from ort_accel.run import end
 
 CHECKS = ("has_overflow_partitioned_grads_serial", "get_grad_norm_direct")
 
@@ -148,7 +149,7 @@ def main(rank, folder):
     seen["refusals"] = refusals(rank)
     seen["trainer"] = in_a_trainer(rank, folder)
     Path(folder, f"{rank}.json").write_text(json.dumps(seen))
-    torch.distributed.destroy_process_group()
+    end(0)
 
 
 if __name__ == "__main__":

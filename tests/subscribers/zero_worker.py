@@ -17,6 +17,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 import ort_accel
 from ort_accel.hf.deepspeed_hooks import move_hooks_out_of
+from ort_accel.run import end
 from ort_accel.subscribers import SubscriberManager, ZeROOffloadSubscriber, zero_offload
 
 WORDS = 64
@@ -262,7 +263,7 @@ def main(rank, folder):
     seen["evaluation"] = evaluation(rank, folder)
     seen["refusals"] = refusals(rank)
     Path(folder, f"{rank}.json").write_text(json.dumps(seen))
-    torch.distributed.destroy_process_group()
+    end(0)
 
 
 if __name__ == "__main__":
