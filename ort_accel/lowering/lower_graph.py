@@ -190,7 +190,7 @@ class _Assembly:
             for position in positions:
                 self._register[LEFT, position] = len(self._register)
             edges = [source.edge for source in map(gradients.__getitem__, positions) if source is not None]
-            run = partial(_hand_over, leaves, edges)
+            run = partial(_hand_over, leaves, edges, sum(source is not None for source in gradients))
             all_steps.append(Step(run, reads, [self._register[LEFT, position] for position in positions]))
         return all_steps
 
@@ -254,8 +254,10 @@ class _Assembly:
         return SIZE if _sized(item) else self._register[item]
 
 
-def _hand_over(leaves: Leaves, edges: Sequence[int], gradients: list[Any], _: dict[str, int]) -> Sequence[Any]:
-    return leaves.hand_over(gradients, edges)
+def _hand_over(
+    leaves: Leaves, edges: Sequence[int], tensors: int, gradients: list[Any], _: dict[str, int]
+) -> Sequence[Any]:
+    return leaves.hand_over(gradients, edges, tensors)
 
 
 def _sized(item: Any) -> bool:

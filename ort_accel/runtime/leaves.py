@@ -71,18 +71,18 @@ class Leaves:
         while self._handles:
             self._handles.pop().remove()
 
-    def hand_over(self, gradients: list[Any], edges: Sequence[int]) -> list[Tensor | None]:
+    def hand_over(self, gradients: list[Any], edges: Sequence[int], tensors: int) -> list[Tensor | None]:
         """Give parameters their gradients; what cannot be given is returned. The list is emptied.
 
-        `edges` tells for each gradient which of the tensors it belongs to that the forward was called with.
+        `edges` tells for each gradient which of the tensors it belongs to that the forward was called with, and
+        `tensors` how many these were.
         """
         node = torch._C._current_autograd_node()
         targets = node.next_functions if node is not None and not torch.is_grad_enabled() else ()
-        kept: list[Tensor | None] = []
-        for edge in edges:
-            function = targets[edge][0] if edge < len(targets) else None
-            kept.append(self._give(function, gradients.pop(0)))
-        return kept
+        if len(targets) != tensors:  # a node that something has put around the compiled graph
+            kept, gradients[:] = list(gradients), []
+            return kept
+        return [self._give(targets[edge][0], gradients.pop(0)) for edge in edges]
 
     def _give(self, function: Any, gradient: Tensor) -> Tensor | None:
         parameter = getattr(function, "variable", None)
@@ -95,9 +95,10 @@ class Leaves:
         leaf.refuse_second(gradient)
         _accumulate(parameter, gradient)
         del gradient  # so that it is gone once a hook has used it up
-        for key, hook in list(hooks.items()):
-            once = hooks[key] = hook if isinstance(hook, _Once) else _Once(hook, leaf)
-            once(parameter)
+        for key in list(hooks):
+            if key in hooks:  # which a hook may have taken away
+                once = hooks[key] = hooks[key] if isinstance(hooks[key], _Once) else _Once(hooks[key], leaf)
+                once(parameter)
         leaf.backward = torch._C._current_graph_task_id()
         return None
 
