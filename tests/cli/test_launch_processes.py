@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 LOOP, TRAINER = str(SCRIPTS / "loop.py"), str(SCRIPTS / "with_trainer.py")
 LAUNCH = ["-m", "ort_accel", "launch"]
+PATHS = os.pathsep.join([str(ROOT), str(Path(__file__).parent / "startup")])
 FROM_TWO = {"rel": 1e-6, "abs": 1e-6}
 """Two halves of a sum are added in another order than the whole."""
 
@@ -29,7 +30,7 @@ def python(*arguments, code=0, **variables):
         capture_output=True,
         text=True,
         timeout=300,
-        env={**keep, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables},
+        env={**keep, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables},
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done

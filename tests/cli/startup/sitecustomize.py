@@ -1,0 +1,15 @@
+"""Loaded first by launched processes: DeepSpeed's helper on CPUs would be compiled, for minutes, and gloo is enough."""
+
+import sys
+from importlib.abc import MetaPathFinder
+
+
+class WithoutHelper(MetaPathFinder):
+    """Lets no operator of DeepSpeed seem fit to be compiled when the only file that asks is imported."""
+
+    def find_spec(self, name, *_):
+        if name == "deepspeed.comm.torch":
+            sys.modules["deepspeed.ops"].__compatible_ops__ = {}
+
+
+sys.meta_path.insert(0, WithoutHelper())
