@@ -244,6 +244,8 @@ class MeasuredPeak:
     """Bytes of parameters, buffers, optimizer states and gradients that were there before the step."""
     bytes: int
     """By how many bytes the resident set of the process grew in the step at most."""
+    in_use: int | None = None
+    """By how many bytes what is in use grew at most, as the C library counts it: without what was freed and is kept."""
 
 
 @dataclass

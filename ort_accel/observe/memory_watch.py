@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
 from ort_accel.observe.logs import rank
-from ort_accel.observe.process_memory import reset_peak, resident, return_free_memory
+from ort_accel.observe.process_memory import MostInUse, reset_peak, resident, return_free_memory
 from ort_accel.reporting import MeasuredPeak, Report
 
 FIRST = 2
@@ -33,12 +33,15 @@ class MemoryWatch:
         self._step = -1
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._base, self._held, self._compiled = 0, 0, 0
+        self._sampled: MostInUse | None = None
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
     def close(self) -> None:
         """Look no more."""
         self._hook.remove()
+        if self._sampled is not None:
+            self._sampled.end()
 
     def before_forward(self, model: nn.Module) -> None:
         """A forward with gradients begins."""
@@ -80,13 +83,15 @@ class MemoryWatch:
         if base is not None and reset_peak():
             self._base, self._compiled = base, self._report.counters["compilations"]
             self._held = sum(tensor.nbytes for tensor in self._tensors(model))
+            self._sampled = MostInUse()
 
     def _end_measurement(self) -> None:
         """The step that was measured is over. One in which something was compiled does not count."""
         base, self._base = self._base, 0
-        most = resident("VmHWM")
+        sampled, self._sampled = self._sampled, None
+        used, most = sampled.end() if sampled is not None else None, resident("VmHWM")
         if base and most is not None and self._report.counters["compilations"] == self._compiled:
-            self._report.measured_peak = MeasuredPeak(self._step, self._held, most - base)
+            self._report.measured_peak = MeasuredPeak(self._step, self._held, most - base, used)
 
     def _tensors(self, model: nn.Module) -> Iterator[Tensor]:
         """What is alive before the step: parameters, buffers, gradients that are kept, and the optimizer's states."""

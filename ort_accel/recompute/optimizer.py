@@ -11,6 +11,7 @@ from torch import fx
 
 from ort_accel.config.plan_text import Plan, join_plans, read_plan_file
 from ort_accel.config.sections import Memory
+from ort_accel.observe.process_memory import return_large_blocks
 from ort_accel.recompute.budget import Foresee, choices, within
 from ort_accel.recompute.checkpoints import take_marks
 from ort_accel.recompute.cost import milliseconds
@@ -67,6 +68,7 @@ class Recompute:
         taken = [place for place in taken if not place.nodes & marks.borders]
         taken += [place for wish in wishes for place in wish.places]
         if self._memory.budget is not None:
+            return_large_blocks()
             always = marks.again.union(*(place.nodes for place in taken))
             free = [p for option in options if option.kind == RECOMPUTE for p in option.places if p not in taken]
             free = [place for place in free if not place.nodes & marks.borders]

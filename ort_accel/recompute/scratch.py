@@ -1,26 +1,43 @@
 """What operators take for themselves while they run, where that is as large as their results.
 
-PyTorch's own kernels for the CPU take little. Attention over rows with dropout makes its products one after the other
-(`lowering/row_attention.py`), and holds several of the size of all pairs at once.
+ONNX Runtime's `Where` makes two values of the size of its result before it joins them, and `ScatterElements` copies
+what it writes into. PyTorch's kernels for the CPU take little; but attention over rows with dropout makes its products
+one after the other (`lowering/row_attention.py`), and holds several of the size of all pairs at once.
 """
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
+from ort_accel.lowering.fuse.cross_entropy import JOINED
+from ort_accel.lowering.nodes import fakes_in
 from ort_accel.lowering.row_operators import own
 from ort_accel.lowering.sizes import hinted_elements
+from ort_accel.recompute.graph import hinted_bytes
+from ort_accel.reporting import Runner
+
+aten = torch.ops.aten
 
 _FORWARD, _BACKWARD = own.scaled_dot_product_of_rows, own.scaled_dot_product_of_rows_backward
 
+RESULTS = {
+    aten.native_dropout_backward: 2,
+    aten.where: 2,
+    aten.masked_fill: 2,
+    aten._safe_softmax: 2,
+    JOINED.overloadpacket: 1,
+}
+"""How many times its result an operator takes in ONNX Runtime, beside it."""
 
-def scratch(node: fx.Node) -> int:
+
+def scratch(node: fx.Node, runner: Runner) -> int:
     """Bytes beside what the operator reads and gives."""
     packet = getattr(node.target, "overloadpacket", None)
+    if runner is Runner.ORT:
+        return RESULTS.get(packet, 0) * sum(map(hinted_bytes, fakes_in(node.meta["val"])))
     if packet is _FORWARD:
         query, key, value, *_, kept = _values(node)[:8]
         return _attention(query, key, value, kept)
@@ -31,7 +48,7 @@ def scratch(node: fx.Node) -> int:
 
 
 def _values(node: fx.Node) -> list[Any]:
-    return [item.meta.get("val") if isinstance(item, fx.Node) else item for item in node.args]
+    return [item.meta["val"] if isinstance(item, fx.Node) else item for item in node.args]
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kept: torch.Tensor | None) -> int:

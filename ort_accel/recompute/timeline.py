@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 
 import torch
 from torch import fx
 
 from ort_accel.lowering.nodes import fakes_in, is_part, is_size, is_view, returned, tensors_of, writes
 from ort_accel.lowering.segments import Cut
-from ort_accel.recompute.arena import Arena
 from ort_accel.recompute.graph import hinted_bytes, is_tensor, owner
+from ort_accel.recompute.pools import BORROWED, Moment, Pools
 from ort_accel.recompute.scratch import scratch
 from ort_accel.reporting import Runner
 
@@ -39,24 +38,14 @@ IN_PLACE = {aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.exp, aten.sqr
 
 
 @dataclass(frozen=True)
-class Moment:
-    """One moment of a step, as one pool of memory sees it."""
-
-    live: Mapping[str, int]
-    """What was computed into this pool and is still there."""
-    bytes: int
-    """What the pool holds."""
-
-
-@dataclass(frozen=True)
 class Stage:
     """The highest moment of a segment, or of the optimizer's step."""
 
     phase: str
     live: Mapping[str, int]
     """What is there, by the name of the value that owns the memory."""
-    ort: int
-    """How much of it lies in ONNX Runtime's pool."""
+    in_ort: int
+    """How many bytes of it lie in ONNX Runtime's pool."""
 
 
 @dataclass
@@ -96,135 +85,84 @@ def timeline(forward: fx.GraphModule, backward: fx.GraphModule, wanted: int, cut
     and stay; the others are kept for the backward."""
     given = forward.graph.find_nodes(op="placeholder")
     trained = [node for node, slope in zip(given, returned(backward.graph), strict=False) if slope is not None]
-    step = Timeline(sum(map(_bytes, given)), STATES * sum(map(_bytes, trained)))
-    memory = _Memory()
-    step.stages += _stages("forward", forward, memory, cutter(forward), {}, set())
+    pools = Pools()
+    step = Timeline(sum(map(_bytes, given)), STATES * sum(map(_bytes, trained)), highest=pools.highest)
+    step.stages += _Half(forward, {}, set()).stages("forward", pools, cutter(forward))
     results = returned(forward.graph)
     kept = {node.name: owner(node).name for node in results if isinstance(node, fx.Node)}
+    lasting = {kept[node.name] for node in results[:wanted] if isinstance(node, fx.Node)}
+    step.stash = frozenset(kept[node.name] for node in results[wanted:] if isinstance(node, fx.Node)) - lasting
     there = {node.name for node in given}.union(kept)
     for tangent in backward.graph.find_nodes(op="placeholder"):
         if is_tensor(tangent) and tangent.name not in there:
-            memory.add(tangent.name, _bytes(tangent), Runner.PYTORCH)
-    lasting = {kept[node.name] for node in results[:wanted] if isinstance(node, fx.Node)}
-    step.stash = frozenset(kept[node.name] for node in results[wanted:] if isinstance(node, fx.Node)) - lasting
-    step.stages += _stages("backward", backward, memory, cutter(backward), kept, lasting)
-    slopes = (owner(node).name for node in returned(backward.graph) if isinstance(node, fx.Node))
-    step.gradients = frozenset(kept.get(name, name) for name in slopes)
-    step.stages.append(_optimizer_step(memory, WORKING * max(map(_bytes, trained), default=0)))
-    step.highest = memory.highest
+            pools.add(tangent.name, _bytes(tangent), Runner.PYTORCH)
+    second = _Half(backward, kept, lasting)
+    step.stages += second.stages("backward", pools, cutter(backward))
+    step.gradients = frozenset(second.memory(node) for node in returned(backward.graph) if isinstance(node, fx.Node))
+    with_working = WORKING * max(map(_bytes, trained), default=0)
+    pools.add(BORROWED, with_working, Runner.PYTORCH)
+    step.stages.append(_stage("optimizer", pools))
     return step
 
 
-def _optimizer_step(memory: _Memory, working: int) -> Stage:
-    with_working = memory.stage("optimizer", working)
-    memory.borrow(working)
-    return with_working
+class _Half:
+    """The forward or the backward of a step."""
 
+    def __init__(self, module: fx.GraphModule, names: Mapping[str, str], lasting: Collection[str]) -> None:
+        """`names` tells for inputs which value they are, `lasting` what stays although nobody here reads it."""
+        self._names = names
+        self._stays = {self.memory(node) for node in returned(module.graph) if isinstance(node, fx.Node)} | set(lasting)
+        self._last: dict[str, Cut] = {}
 
-class _Memory:
-    """What is alive, by pool: names of values that own memory, and their bytes."""
-
-    def __init__(self) -> None:
-        self.highest = {runner: Moment({}, 0) for runner in Runner}
-        self._live: dict[Runner, dict[str, int]] = {runner: {} for runner in Runner}
-        self._bytes = dict.fromkeys(Runner, 0)
-        self._arena = Arena()
-
-    def __iter__(self) -> Iterator[str]:
-        return chain.from_iterable(self._live.values())
-
-    @property
-    def bytes(self) -> int:
-        """How much is alive."""
-        return sum(self._bytes.values())
-
-    def add(self, name: str, size: int, pool: Runner) -> None:
-        """A value comes into being."""
-        self._live[pool][name] = size
-        self._bytes[pool] += size
-        if pool is Runner.ORT:
-            self._arena.take(name, size)
-        self._note(pool, self._arena.held if pool is Runner.ORT else self._bytes[pool])
-
-    def replace(self, name: str, by: str) -> None:
-        """A value of ONNX Runtime comes into being where another one was."""
-        pool = self._live[Runner.ORT]
-        pool[by] = pool.pop(name)
-        self._arena.hand_on(name, by)
-
-    def drop(self, names: Iterable[str]) -> None:
-        """Values are let go, where they are here."""
-        for name in names:
-            if name in self._live[Runner.ORT]:
-                self._arena.give(name)
-            for pool in Runner:
-                self._bytes[pool] -= self._live[pool].pop(name, 0)
-
-    def borrow(self, size: int) -> None:
-        """PyTorch takes memory for a while."""
-        self._note(Runner.PYTORCH, self._bytes[Runner.PYTORCH] + size)
-
-    def size_in_ort(self, name: str) -> int | None:
-        """The bytes of a value that ONNX Runtime holds."""
-        return self._live[Runner.ORT].get(name)
-
-    def stage(self, phase: str, borrowed: int = 0) -> Stage:
-        """How it is now."""
-        live = {**self._live[Runner.ORT], **self._live[Runner.PYTORCH]} | ({"": borrowed} if borrowed else {})
-        return Stage(phase, live, self._bytes[Runner.ORT])
-
-    def _note(self, pool: Runner, size: int) -> None:
-        if size > self.highest[pool].bytes:
-            self.highest[pool] = Moment(dict(self._live[pool]), size)
-
-
-def _stages(
-    phase: str,
-    module: fx.GraphModule,
-    memory: _Memory,
-    cuts: list[Cut],
-    names: Mapping[str, str],
-    lasting: Collection[str],
-) -> Iterator[Stage]:
-    """The highest moment of each segment. `memory` is what is alive before and, when all was taken, afterwards; `names`
-    tells for inputs which of it they are, `lasting` what stays although nobody here reads it."""
-
-    def own(node: fx.Node) -> str:
+    def memory(self, node: fx.Node) -> str:
+        """The name of the value that owns a node's memory."""
         name = owner(node).name
-        return names.get(name, name)
+        return self._names.get(name, name)
 
-    stays = {own(node) for node in returned(module.graph) if isinstance(node, fx.Node)} | set(lasting)
-    last = {own(item): cut for cut in cuts for node in cut.nodes for item in _read(node)}
-    memory.drop([name for name in memory if name not in last and name not in stays])
-    for cut in cuts:
-        reader = {own(item): node for node in cut.nodes for item in _read(node)}
-        inside = {name for name in last if last[name] is cut} - stays
-        given = set(memory) if cut.runner is Runner.ORT else set()
-        highest, most = memory.stage(phase), memory.bytes
-        for node in cut.nodes:
-            read, made = list(dict.fromkeys(map(own, _read(node)))), _made(node)
-            over = [name for name in read if name in inside and name not in given and reader[name] is node]
-            donor = _donor(node, over, memory) if made and own(made[0]) in inside else None
+    def stages(self, phase: str, pools: Pools, cuts: list[Cut]) -> Iterator[Stage]:
+        """The highest moment of each segment. The pools have what is alive before and, when all was taken, after it."""
+        self._last = {self.memory(item): cut for cut in cuts for node in cut.nodes for item in _read(node)}
+        pools.drop([name for name in pools if self._is_over(name)])
+        for cut in cuts:
+            reader = {self.memory(item): node for node in cut.nodes for item in _read(node)}
+            given = set(pools) if cut.runner is Runner.ORT else set()
+            highest = _stage(phase, pools)
+            most = pools.bytes
+            for node in cut.nodes:
+                read = dict.fromkeys(map(self.memory, _read(node)))
+                over = [name for name in read if self._is_over(name, cut) and name not in given]
+                over = [name for name in over if reader[name] is node]
+                self._compute(node, cut, over, pools)
+                if pools.bytes > most:
+                    highest, most = _stage(phase, pools), pools.bytes
+                pools.drop([BORROWED, *over, *(item.name for item in _made(node) if self._is_over(item.name))])
+            pools.drop([name for name in given if self._is_over(name, cut)])
+            yield highest
+
+    def _is_over(self, name: str, cut: Cut | None = None) -> bool:
+        """Whether a value is read for the last time in a segment; without one, whether it is read nowhere."""
+        return name not in self._stays and self._last.get(name) is cut
+
+    def _compute(self, node: fx.Node, cut: Cut, over: Collection[str], pools: Pools) -> None:
+        """Take what an operator needs. `over` is what it is the last to read."""
+        made = _made(node)
+        if borrowed := scratch(node, cut.runner):
+            pools.add(BORROWED, borrowed, cut.runner)
+        if cut.runner is Runner.ORT and _packet(node) in IN_PLACE and self._is_over(node.name, cut):
+            donor = next((name for name in over if pools.size_in_ort(name) == _bytes(node)), None)
             if donor is not None:
-                memory.replace(donor, own(made[0]))
-            else:
-                for item in made:
-                    memory.add(item.name, _bytes(item), cut.runner)
-            borrowed = scratch(node) if cut.runner is Runner.PYTORCH else 0
-            memory.borrow(borrowed)
-            if memory.bytes + borrowed > most:
-                highest, most = memory.stage(phase, borrowed), memory.bytes + borrowed
-            memory.drop([*over, *(item.name for item in made if item.name not in last and item.name not in stays)])
-        memory.drop([name for name in given if name in inside])
-        yield highest
+                pools.replace(donor, node.name)
+                return
+        for item in made:
+            pools.add(item.name, _bytes(item), cut.runner)
 
 
-def _donor(node: fx.Node, over: Iterable[str], memory: _Memory) -> str | None:
-    """The value in whose memory ONNX Runtime computes an operator: one that nobody reads any more."""
-    if getattr(node.target, "overloadpacket", None) not in IN_PLACE:
-        return None
-    size = _bytes(node)
-    return next((name for name in over if memory.size_in_ort(name) == size), None)
+def _stage(phase: str, pools: Pools) -> Stage:
+    return Stage(phase, pools.live, pools.bytes_in(Runner.ORT))
+
+
+def _packet(node: fx.Node) -> object:
+    return getattr(node.target, "overloadpacket", None)
 
 
 def _read(node: fx.Node) -> Iterable[fx.Node]:
