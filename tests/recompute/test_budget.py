@@ -1,5 +1,7 @@
 """A budget: the peak of a step stays within it, the less of it the more is computed again, and no gradient changes."""
 
+from functools import cache
+
 import pytest
 
 from ort_accel.errors import OrtAccelError
@@ -9,6 +11,7 @@ ROWS = 16
 """Enough that what is kept for the backward outweighs the parameters."""
 
 
+@cache
 def within(name, budget):
     return one_step(name, {"budget": budget}, ROWS)
 
