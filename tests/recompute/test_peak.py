@@ -1,4 +1,4 @@
-"""The predicted peak is that of the allocators: what ONNX Runtime's pool holds after a step, and what PyTorch's does."""
+"""The predicted peak is that of the allocators: what ONNX Runtime's pool holds after a step, and PyTorch's."""
 
 import pytest
 import torch
