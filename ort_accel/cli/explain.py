@@ -71,6 +71,8 @@ MEASURED_STEPS = 4
 def _explained(
     name: str, config: str | None, batch: int, length: int, layers: int | None, memory: bool = False
 ) -> Report:
+    from torch.optim import AdamW
+
     import ort_accel
     from ort_accel.cli.made_up import loss_of
     from ort_accel.cli.quiet import quiet
@@ -86,10 +88,14 @@ def _explained(
         observe = settings.observe.model_copy(update={"memory_stats": True})
         settings = settings.model_copy(update={"observe": observe})
     ort_accel.accelerate(module, settings)
+    optimizer = AdamW(module.parameters()) if memory else None
     try:
         for _ in range(MEASURED_STEPS if memory else 1):
             module.zero_grad()
-            loss_of(module(**inputs)).backward()
+            outputs = module(**inputs)
+            loss_of(outputs).backward()
+            if optimizer is not None:
+                optimizer.step()
     except Exception as error:
         cause = next((e for e in _causes(error) if isinstance(e, OrtAccelError)), error)
         raise OrtAccelError(f"the step failed: {type(cause).__name__}: {cause}") from error

@@ -73,6 +73,8 @@ class MemoryWatch:
         own = {id(parameter) for parameter in model.parameters()}
         if any(id(item) in own for group in optimizer.param_groups for item in group["params"]):
             self._optimizer = ref(optimizer)
+            if self._sampled is not None:
+                self._sampled.end()
             self._line("after step")
 
     def _begin_measurement(self, model: nn.Module) -> None:

@@ -10,6 +10,7 @@ import ctypes
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -43,13 +44,21 @@ def most_before_reset() -> int:
 
 def return_free_memory() -> None:
     """Let the C library give back what it keeps of freed memory, where it can."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    if (trim := _of_c_library("malloc_trim")) is not None:
+        trim(0)
+
+
+def _of_c_library(name: str) -> Any:
+    """A function that only some C libraries have; None where this one has not."""
+    with suppress(OSError, AttributeError, TypeError):  # Windows cannot look at what is loaded already
+        return getattr(ctypes.CDLL(None), name)
+    return None
 
 
 _MMAP_THRESHOLD = -3
 """The number of this parameter for glibc's `mallopt`."""
 LARGE = 2**20
+"""Bytes."""
 
 
 def return_large_blocks() -> bool:
@@ -58,10 +67,8 @@ def return_large_blocks() -> bool:
     By itself glibc raises the size from which on it does that up to 32 MiB, and keeps smaller ones for later. It takes
     time to get memory anew, so this is for those who have promised to hold little.
     """
-    try:
-        return bool(ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, LARGE))
-    except (OSError, AttributeError):
-        return False
+    tell = _of_c_library("mallopt")
+    return tell is not None and bool(tell(_MMAP_THRESHOLD, LARGE))
 
 
 class _Info(ctypes.Structure):
@@ -73,9 +80,7 @@ class _Info(ctypes.Structure):
 
 def in_use() -> int | None:
     """Bytes that were asked of the C library and not yet freed; None where it does not tell."""
-    try:
-        ask = ctypes.CDLL(None).mallinfo2
-    except (OSError, AttributeError):
+    if (ask := _of_c_library("mallinfo2")) is None:
         return None
     ask.restype = _Info
     info = ask()
@@ -96,7 +101,7 @@ class MostInUse:
             self._thread.start()
 
     def end(self) -> int | None:
-        """By how many bytes it grew at most; None where nothing is told."""
+        """Look no more. By how many bytes it grew at most until the first such call; None where nothing is told."""
         if self._before is None:
             return None
         self._ended.set()
