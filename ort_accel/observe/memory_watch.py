@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
 from ort_accel.observe.logs import rank
-from ort_accel.observe.process_memory import MostInUse, reset_peak, resident, return_free_memory
+from ort_accel.observe.process_memory import MostInUse, in_use, reset_peak, resident, return_free_memory
 from ort_accel.reporting import MeasuredPeak, Report
 
 FIRST = 2
@@ -121,7 +121,7 @@ def _device(model: nn.Module) -> torch.device:
 def _figures(device: torch.device) -> dict[str, int | None]:
     """What the device's allocator tells; on a CPU, what the system tells of the process."""
     if device.type != "cuda":
-        return {"resident": resident(), "most resident": resident("VmHWM")}
+        return {"in use": in_use(), "resident": resident(), "most resident": resident("VmHWM")}
     told = torch.cuda.memory_stats(device)
     names = {"allocated": "allocated_bytes", "cached": "reserved_bytes", "inactive": "inactive_split_bytes"}
     found: dict[str, int | None] = {}

@@ -49,11 +49,11 @@ def test_what_cannot_be_kept_is_an_error_that_says_what_can():
     with pytest.raises(OrtAccelError, match="the smallest budget that can be kept is") as error:
         within("bert", 0.1)
     smallest = float(str(error.value).partition("can be kept is ")[2].partition(";")[0])
-    assert within("bert", smallest)[1].frontier[-1].bytes <= smallest * within("bert", 1.0)[1].frontier[0].bytes
+    assert within("bert", smallest)[1].frontier[-1].bytes <= smallest * within("bert", "1GiB")[1].frontier[0].bytes
 
 
 def test_parameters_and_optimizer_states_are_in_the_account():
-    memory = within("bert", 1.0)[1]
+    memory = within("bert", "1GiB")[1]
     peak = memory.frontier[0]
     assert peak.bytes - peak.resident > memory.stash
     assert peak.resident > 3 * 4 * 32 * 64, "the word embedding alone with its two moments"
