@@ -55,8 +55,8 @@ def _of_c_library(name: str) -> Any:
     return None
 
 
-_MMAP_THRESHOLD = -3
-"""The number of this parameter for glibc's `mallopt`."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""The numbers of these parameters for glibc's `mallopt`."""
 LARGE = 2**20
 """Bytes."""
 
@@ -68,7 +68,9 @@ def return_large_blocks() -> bool:
     time to get memory anew, so this is for those who have promised to hold little.
     """
     tell = _of_c_library("mallopt")
-    return tell is not None and bool(tell(_MMAP_THRESHOLD, LARGE))
+    if tell is None or not tell(_MMAP_THRESHOLD, LARGE):
+        return False
+    return bool(tell(_TRIM_THRESHOLD, 2 * LARGE))  # twice as much, as glibc keeps it by itself
 
 
 class _Info(ctypes.Structure):
