@@ -157,7 +157,7 @@ class Backend:
         if not wished and self.config.memory.budget is None:
             return None
         prints = wished and speaks(self.config.observe.log_level)
-        watch = MemoryWatch(self.report, release_unused, prints)
+        watch = MemoryWatch(self.report, release_unused, prints, frugal=self.config.memory.budget is not None)
         finalize(self, watch.close)
         return watch
 

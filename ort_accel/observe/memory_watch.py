@@ -27,9 +27,10 @@ EACH = 10
 class MemoryWatch:
     """Follows the training steps of one model."""
 
-    def __init__(self, report: Report, release: Callable[[], None], prints: bool) -> None:
-        """`release` empties the pool of ONNX Runtime, `prints` asks for the line of each phase."""
-        self._report, self._release, self._prints = report, release, prints
+    def __init__(self, report: Report, release: Callable[[], None], prints: bool, frugal: bool = False) -> None:
+        """`release` empties the pool of ONNX Runtime, `prints` asks for the line of each phase; `frugal` has the pool
+        emptied behind every backward."""
+        self._report, self._release, self._prints, self._frugal = report, release, prints, frugal
         self._step = -1
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._base, self._held, self._compiled = 0, 0, 0
@@ -63,6 +64,8 @@ class MemoryWatch:
             first.register_hook(lambda _: queue(lambda: self._backwarded(step)))  # type: ignore[no-untyped-call]
 
     def _backwarded(self, step: int) -> None:
+        if self._frugal:
+            self._release()
         if step == self._step:
             self._line("after backward")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from ort_accel.recompute.timeline import Stage, Timeline
-from ort_accel.reporting import MemoryStage, Runner
+from ort_accel.reporting import MemoryStage
 
 LASTING, STATES, GRADIENTS = "parameters, buffers, inputs", "optimizer states", "gradients"
 KEPT, TEMPORARY, UNUSED = "kept for the backward", "temporaries", "unused in ONNX Runtime's pool"
@@ -27,9 +27,9 @@ def _part(place: int, layers: int) -> str:
 
 
 def _amounts(stage: Stage, step: Timeline, kept: Mapping[str, str], names: list[str]) -> dict[str, int]:
-    """Bytes by what they are for. What ONNX Runtime's pool once held it holds in every later step."""
+    """Bytes by what they are for."""
     found = dict.fromkeys(names, 0) | {LASTING: step.lasting, STATES: step.states}
-    found[UNUSED] = step.highest[Runner.ORT].bytes - stage.in_ort
+    found[UNUSED] = stage.held - stage.in_ort
     for name, size in stage.live.items():
         found[GRADIENTS if name in step.gradients else kept.get(name, TEMPORARY)] += size
     return found

@@ -1,4 +1,5 @@
-"""How ONNX Runtime's pool of memory fills: it hands out the smallest free piece that fits, and gives nothing back.
+"""How ONNX Runtime's pool of memory fills: it hands out the smallest free piece that fits, and gives nothing back
+unless it is told to.
 
 So within a step it holds more than what is alive: pieces that no later value fits, and a table with eight bytes for
 each 256 that it has. The pool is followed as onnxruntime 1.19 to 1.31 keeps it where it grows by what is asked for.
@@ -60,6 +61,12 @@ class Arena:
                 self._free.remove((other.size, other.number, other))
                 piece = self._joined(*((other, piece) if other is piece.before else (piece, other)))
         insort(self._free, (piece.size, piece.number, piece))
+
+    def shrink(self) -> None:
+        """Give back to the system what was got at once and is free as a whole."""
+        whole = [entry for entry in self._free if entry[-1].before is None and entry[-1].after is None]
+        self._free = [entry for entry in self._free if entry not in whole]
+        self.held -= sum(size + size // UNIT * TABLE for size, _, _ in whole)
 
     def hand_on(self, name: str, to: str) -> None:
         """What was computed in place of another value has its memory."""

@@ -47,7 +47,7 @@ def choices(places: Sequence[Place], always: Collection[fx.Node], foresee: Fores
     left = sorted(places, key=lambda place: -_worth(place))
     while True:
         yield choice
-        live = set[str]().union(*(moment.live for moment in choice.step.highest.values()))
+        live = set[str]().union(*(moment.live for moment in choice.step.highest))
         taken = _most_worth(left, live, step)
         if not taken:
             return

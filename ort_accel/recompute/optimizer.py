@@ -48,7 +48,8 @@ class Recompute:
 
         def foresee(nodes: Collection[fx.Node]) -> Timeline:
             forward, backward = rehearsed(joint, inputs, nodes, **how)
-            return timeline(forward, backward, how["num_fwd_outputs"], self._cutter)
+            shrinks = self._memory.budget is not None
+            return timeline(forward, backward, how["num_fwd_outputs"], self._cutter, shrinks)
 
         chosen = self.choose(joint.graph, graph, foresee)
         divided = partition(joint, inputs, chosen, **how)

@@ -1,4 +1,4 @@
-"""What is alive in the two pools of memory of a step, ONNX Runtime's and PyTorch's, and the most that each one held."""
+"""What is alive in the two pools of memory of a step, ONNX Runtime's and PyTorch's, and the most that they held."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ BORROWED = "working memory"
 
 @dataclass(frozen=True)
 class Moment:
-    """One moment of a step, as one pool of memory sees it."""
+    """One moment of a step, as one pool of memory sees it, or both."""
 
     live: Mapping[str, int]
-    """What was computed into this pool and is still there."""
+    """What was computed into it and is still there."""
     bytes: int
-    """What the pool holds."""
+    """What is held."""
 
 
 class Pools:
@@ -29,6 +29,8 @@ class Pools:
     def __init__(self) -> None:
         self.highest = {runner: Moment({}, 0) for runner in Runner}
         """The moment of each pool at which it holds most."""
+        self.together = Moment({}, 0)
+        """The moment at which both hold most."""
         self._live: dict[Runner, dict[str, int]] = {runner: {} for runner in Runner}
         self._bytes = dict.fromkeys(Runner, 0)
         self._arena = Arena()
@@ -46,9 +48,15 @@ class Pools:
         """What is alive."""
         return {name: size for values in self._live.values() for name, size in values.items()}
 
-    def bytes_in(self, pool: Runner) -> int:
-        """How much is alive in one pool."""
-        return self._bytes[pool]
+    @property
+    def in_ort(self) -> int:
+        """How much is alive in ONNX Runtime's pool."""
+        return self._bytes[Runner.ORT]
+
+    @property
+    def held(self) -> int:
+        """How much ONNX Runtime's pool holds."""
+        return self._arena.held
 
     def size_in_ort(self, name: str) -> int | None:
         """The bytes of a value in ONNX Runtime's pool; None for others."""
@@ -60,9 +68,16 @@ class Pools:
         self._bytes[pool] += size
         if pool is Runner.ORT:
             self._arena.take(name, size)
-        held = self._arena.held if pool is Runner.ORT else self._bytes[pool]
+        ort, torch = self._arena.held, self._bytes[Runner.PYTORCH]
+        held = ort if pool is Runner.ORT else torch
         if held > self.highest[pool].bytes:
             self.highest[pool] = Moment(dict(self._live[pool]), held)
+        if ort + torch > self.together.bytes:
+            self.together = Moment(self.live, ort + torch)
+
+    def shrink(self) -> None:
+        """ONNX Runtime's pool gives back what it can."""
+        self._arena.shrink()
 
     def replace(self, name: str, by: str) -> None:
         """A value of ONNX Runtime comes into being where another one was."""

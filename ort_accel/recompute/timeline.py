@@ -5,13 +5,14 @@ given until it has ended, while PyTorch lets go of each value behind its last re
 captured with.
 
 ONNX Runtime and PyTorch have a pool of memory each, and neither uses what the other one has left. That of ONNX Runtime
-keeps what it ever held, so the peak of a step is the sum of both pools' highest moments, whenever they are.
+keeps what it ever held, so the peak of a step is the sum of both pools' highest moments, whenever they are; unless it
+gives back, behind every backward, what it does not use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -46,6 +47,8 @@ class Stage:
     """What is there, by the name of the value that owns the memory."""
     in_ort: int
     """How many bytes of it lie in ONNX Runtime's pool."""
+    held: int
+    """How many bytes that pool holds."""
 
 
 @dataclass
@@ -59,8 +62,8 @@ class Timeline:
     stash: frozenset[str] = frozenset()
     """Names of the values that are kept for the backward."""
     gradients: frozenset[str] = frozenset()
-    highest: Mapping[Runner, Moment] = field(default_factory=dict)
-    """The moment of each pool at which it holds most."""
+    highest: list[Moment] = field(default_factory=list)
+    """The moment at which most is held, or for each pool its own."""
     stages: list[Stage] = field(default_factory=list)
     """The segments in the order of running, and the optimizer's step."""
 
@@ -72,7 +75,7 @@ class Timeline:
     @property
     def own(self) -> int:
         """The most bytes that a step takes beside what is there all the time."""
-        return sum(moment.bytes for moment in self.highest.values())
+        return sum(moment.bytes for moment in self.highest)
 
     @property
     def peak(self) -> int:
@@ -80,13 +83,16 @@ class Timeline:
         return self.resident + self.own
 
 
-def timeline(forward: fx.GraphModule, backward: fx.GraphModule, wanted: int, cutter: Cutter) -> Timeline:
+def timeline(
+    forward: fx.GraphModule, backward: fx.GraphModule, wanted: int, cutter: Cutter, shrinks: bool = False
+) -> Timeline:
     """A step of these graphs, which are changed. Of what the forward gives, the first `wanted` outputs are the caller's
-    and stay; the others are kept for the backward."""
+    and stay; the others are kept for the backward. `shrinks` says that ONNX Runtime's pool gives back, behind the
+    backward, what it does not use; otherwise every step begins with all that it ever held."""
     given = forward.graph.find_nodes(op="placeholder")
     trained = [node for node, slope in zip(given, returned(backward.graph), strict=False) if slope is not None]
     pools = Pools()
-    step = Timeline(sum(map(_bytes, given)), STATES * sum(map(_bytes, trained)), highest=pools.highest)
+    step = Timeline(sum(map(_bytes, given)), STATES * sum(map(_bytes, trained)))
     step.stages += _Half(forward, {}, set()).stages("forward", pools, cutter(forward))
     results = returned(forward.graph)
     kept = {node.name: owner(node).name for node in results if isinstance(node, fx.Node)}
@@ -99,9 +105,15 @@ def timeline(forward: fx.GraphModule, backward: fx.GraphModule, wanted: int, cut
     second = _Half(backward, kept, lasting)
     step.stages += second.stages("backward", pools, cutter(backward))
     step.gradients = frozenset(second.memory(node) for node in returned(backward.graph) if isinstance(node, fx.Node))
-    with_working = WORKING * max(map(_bytes, trained), default=0)
-    pools.add(BORROWED, with_working, Runner.PYTORCH)
+    if shrinks:
+        pools.shrink()
+    pools.add(BORROWED, WORKING * max(map(_bytes, trained), default=0), Runner.PYTORCH)
     step.stages.append(_stage("optimizer", pools))
+    if shrinks:
+        step.highest = [pools.together]
+    else:
+        step.highest = list(pools.highest.values())
+        step.stages = [replace(stage, held=pools.highest[Runner.ORT].bytes) for stage in step.stages]
     return step
 
 
@@ -158,7 +170,7 @@ class _Half:
 
 
 def _stage(phase: str, pools: Pools) -> Stage:
-    return Stage(phase, pools.live, pools.bytes_in(Runner.ORT))
+    return Stage(phase, pools.live, pools.in_ort, pools.held)
 
 
 def _packet(node: fx.Node) -> object:

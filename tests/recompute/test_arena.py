@@ -77,3 +77,15 @@ def test_a_value_computed_in_place_of_another_takes_nothing(arena):
     arena.give("b")
     arena.take("c", 8 * KIB)
     assert arena.held == held(8 * KIB)
+
+
+def test_only_what_is_free_as_a_whole_goes_back(arena):
+    for name in ("free", "partly"):
+        arena.take(name, 8 * KIB)
+    arena.give("partly")
+    arena.take("part", 2 * KIB)
+    arena.give("free")
+    arena.shrink()
+    assert arena.held == held(8 * KIB)
+    arena.take("rest", 6 * KIB)
+    assert arena.held == held(8 * KIB)
