@@ -62,8 +62,10 @@ class Timeline:
     stash: frozenset[str] = frozenset()
     """Names of the values that are kept for the backward."""
     gradients: frozenset[str] = frozenset()
+    own: int = 0
+    """The most bytes that a step takes beside what is there all the time."""
     highest: list[Moment] = field(default_factory=list)
-    """The moment at which most is held, or for each pool its own."""
+    """The moments that make it so much: less alive at any of them may make it less."""
     stages: list[Stage] = field(default_factory=list)
     """The segments in the order of running, and the optimizer's step."""
 
@@ -71,11 +73,6 @@ class Timeline:
     def resident(self) -> int:
         """Bytes that are there all the time."""
         return self.lasting + self.states
-
-    @property
-    def own(self) -> int:
-        """The most bytes that a step takes beside what is there all the time."""
-        return sum(moment.bytes for moment in self.highest)
 
     @property
     def peak(self) -> int:
@@ -109,10 +106,10 @@ def timeline(
         pools.shrink()
     pools.add(BORROWED, WORKING * max(map(_bytes, trained), default=0), Runner.PYTORCH)
     step.stages.append(_stage("optimizer", pools))
-    if shrinks:
-        step.highest = [pools.together]
-    else:
-        step.highest = list(pools.highest.values())
+    step.highest = [*pools.highest.values(), pools.together]
+    step.own = pools.together.bytes
+    if not shrinks:
+        step.own = sum(moment.bytes for moment in pools.highest.values())
         step.stages = [replace(stage, held=pools.highest[Runner.ORT].bytes) for stage in step.stages]
     return step
 
