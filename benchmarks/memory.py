@@ -181,7 +181,9 @@ def memory(
     case: Annotated[str, typer.Option(help="small, bert or llama.")] = "small",
     levels: Annotated[str, typer.Option(help="Levels of recomputation.")] = "0,1",
     budgets: Annotated[str, typer.Option(help="Shares of the predicted peak.")] = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2",
-    largest: Annotated[bool, typer.Option(help="Find the largest batch within eager's peak, too.")] = False,
+    largest: Annotated[
+        bool, typer.Option(help="Find the largest batch within eager's peak, with checkpointing and at the last level.")
+    ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 3,
     threads: Annotated[int | None, typer.Option(min=1, help="As many as PyTorch takes without it.")] = None,
     tiny: Annotated[bool, typer.Option(help="Tiny models, to try the script.")] = False,
@@ -200,7 +202,7 @@ def memory(
     typer.echo(f"{workload}, {cores} threads")
     for way in [*ways, *(Way(f"ort_accel, budget {share}", {"budget": share}) for share in shares)]:
         bench.run(way)
-    for way in ways[1:] if largest else ():
+    for way in (*ways[1:2], *ways[2:][-1:]) if largest else ():
         bench.find_largest(way)
     for line in compared(bench.found):
         typer.echo(line)
