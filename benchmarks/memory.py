@@ -182,7 +182,7 @@ def memory(
     levels: Annotated[str, typer.Option(help="Levels of recomputation.")] = "0,1",
     budgets: Annotated[str, typer.Option(help="Shares of the predicted peak.")] = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2",
     largest: Annotated[
-        bool, typer.Option(help="Find the largest batch within eager's peak, with checkpointing and at the last level.")
+        bool, typer.Option(help="Find the largest batch within eager's peak, too.")
     ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 3,
     threads: Annotated[int | None, typer.Option(min=1, help="As many as PyTorch takes without it.")] = None,
