@@ -141,10 +141,11 @@ def _grown(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> 
 
 
 class Bench:
-    """Measures each way once, in a process of its own."""
+    """Measures each way once, in a process of its own, and writes down what is known so far."""
 
-    def __init__(self, workload: Workload, steps: int, threads: int) -> None:
-        self.workload, self._steps, self._threads = workload, steps, threads
+    def __init__(self, workload: Workload, steps: int, threads: int, file: Path | None = None) -> None:
+        self.workload, self._steps, self._threads, self._file = workload, steps, threads, file
+        self._facts = machine.facts(threads)
         self.found: dict[str, Figures] = {}
         self.largest: dict[str, int] = {}
 
@@ -156,6 +157,7 @@ class Bench:
         else:
             self.found[way.name] = refused
         typer.echo(_line(way.name, self.found[way.name]))
+        self._write()
 
     def find_largest(self, way: Way) -> None:
         """The largest batch of a way that takes no more than eager PyTorch does with the batch that was measured.
@@ -171,6 +173,17 @@ class Bench:
             largest -= max(1, largest // 20)
         self.largest[way.name] = largest
         typer.echo(f"{way.name:26} at most {largest} rows within {limit / MIB:,.1f} MiB")
+        self._write()
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        facts, figures = (
+            self._facts | {"load_after": machine.load()},
+            {n: asdict(item) for n, item in self.found.items()},
+        )
+        result = {"machine": facts, "workload": asdict(self.workload), "ways": figures, "largest": self.largest}
+        self._file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
     def _alone(self, way: Way, workload: Workload, steps: int) -> Figures:
         with ProcessPoolExecutor(1, get_context("spawn")) as alone:
@@ -181,10 +194,8 @@ def memory(
     case: Annotated[str, typer.Option(help="small, bert or llama.")] = "small",
     levels: Annotated[str, typer.Option(help="Levels of recomputation.")] = "0,1",
     budgets: Annotated[str, typer.Option(help="Shares of the predicted peak.")] = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2",
-    largest: Annotated[
-        bool, typer.Option(help="Find the largest batch within eager's peak, too.")
-    ] = False,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 3,
+    largest: Annotated[bool, typer.Option(help="Find the largest batch within eager's peak, too.")] = False,
+    steps: Annotated[int, typer.Option(min=0, help="Steps that are timed; 0 measures memory alone.")] = 3,
     threads: Annotated[int | None, typer.Option(min=1, help="As many as PyTorch takes without it.")] = None,
     tiny: Annotated[bool, typer.Option(help="Tiny models, to try the script.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it.")] = None,
@@ -198,7 +209,7 @@ def memory(
     ways = [Way(EAGER), Way(CHECKPOINTING)]
     ways += [Way(f"ort_accel, level {level}", {"level": int(level)}) for level in levels.split(",") if level]
     shares = sorted(map(float, filter(None, budgets.split(","))), reverse=True)
-    facts, bench = machine.facts(cores), Bench(workload, steps, cores)
+    bench = Bench(workload, steps, cores, json_file)
     typer.echo(f"{workload}, {cores} threads")
     for way in [*ways, *(Way(f"ort_accel, budget {share}", {"budget": share}) for share in shares)]:
         bench.run(way)
@@ -206,10 +217,6 @@ def memory(
         bench.find_largest(way)
     for line in compared(bench.found):
         typer.echo(line)
-    if json_file is not None:
-        figures = {name: asdict(item) for name, item in bench.found.items()}
-        result = {"machine": facts | {"load_after": machine.load()}, "workload": asdict(workload), "ways": figures}
-        json_file.write_text(json.dumps(result | {"largest": bench.largest}, indent=1) + "\n", encoding="utf-8")
     losses = [item.loss for item in bench.found.values() if not item.refused]
     if any(abs(loss - losses[0]) > contenders.FP32_TOLERANCE * abs(losses[0]) for loss in losses):
         raise typer.Exit(1)
@@ -229,11 +236,11 @@ def compared(found: dict[str, Figures]) -> Iterator[str]:
     """What the figures say together."""
     zero, one = (found.get(f"ort_accel, level {level}") for level in (0, 1))
     if zero and one and zero.stash and one.stash is not None:
-        slower = one.milliseconds / zero.milliseconds
-        yield f"level 1 keeps {one.stash / zero.stash:.1%} of level 0's stash and takes {slower:.2f} times as long"
+        slower = f" and takes {one.milliseconds / zero.milliseconds:.2f} times as long" if zero.milliseconds else ""
+        yield f"level 1 keeps {one.stash / zero.stash:.1%} of level 0's stash{slower}"
     checkpointing = found[CHECKPOINTING]
     ours = [item for item in found.values() if item.predicted and item.peak <= checkpointing.peak]
-    if ours:
+    if ours and checkpointing.milliseconds:
         times = checkpointing.milliseconds / min(item.milliseconds for item in ours)
         yield f"within the peak of eager with checkpointing, ort_accel is {times:.2f} times as fast"
     over = [item.peak / item.budget - 1 for item in found.values() if item.budget]
