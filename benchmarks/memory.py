@@ -178,10 +178,8 @@ class Bench:
     def _write(self) -> None:
         if self._file is None:
             return
-        facts, figures = (
-            self._facts | {"load_after": machine.load()},
-            {n: asdict(item) for n, item in self.found.items()},
-        )
+        facts = self._facts | {"load_after": machine.load()}
+        figures = {name: asdict(item) for name, item in self.found.items()}
         result = {"machine": facts, "workload": asdict(self.workload), "ways": figures, "largest": self.largest}
         self._file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
