@@ -48,8 +48,7 @@ class Recompute:
 
         def foresee(nodes: Collection[fx.Node]) -> Timeline:
             forward, backward = rehearsed(joint, inputs, nodes, **how)
-            shrinks = self._memory.budget is not None
-            return timeline(forward, backward, how["num_fwd_outputs"], self._cutter, shrinks)
+            return timeline(forward, backward, how["num_fwd_outputs"], self._cutter, self._memory.frugal)
 
         chosen = self.choose(joint.graph, graph, foresee)
         divided = partition(joint, inputs, chosen, **how)
