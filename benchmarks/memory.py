@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -21,7 +22,7 @@ from ort_accel.cli.benchmark import contenders, machine
 from ort_accel.cli.benchmark.contenders import EAGER
 from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
 from ort_accel.errors import OrtAccelError
-from ort_accel.observe.process_memory import reset_peak, resident, return_free_memory
+from ort_accel.observe.process_memory import MostInUse, reset_peak, resident, return_free_memory
 from ort_accel.runtime.pool import release_unused
 
 CHECKPOINTING = "eager, checkpointing"
@@ -42,12 +43,17 @@ class Way:
     name: str
     memory: dict[str, Any] | None = None
 
+    @property
+    def budget(self) -> float | None:
+        """The share of the peak that it may take."""
+        return self.memory.get("budget") if self.memory else None
+
     def prepare(self, model: nn.Module) -> None:
         """Let a model run so, in place."""
         if self.name == CHECKPOINTING:
             model.gradient_checkpointing_enable()  # type: ignore[operator]  # transformers has it, torch does not
         if self.memory is not None:
-            observe = {"log_level": "error", "memory_stats": False}
+            observe = {"log_level": "error", "memory_stats": True}
             ort_accel.accelerate(model, {"memory": self.memory, "observe": observe})
 
 
@@ -59,67 +65,135 @@ class Figures:
     milliseconds: float = 0.0
     before: int = 0
     """Bytes of parameters, buffers and optimizer states."""
-    own: int = 0
-    """By how many bytes the resident set grew in a step at most."""
+    in_use: int = 0
+    """By how many bytes a step grew what the allocators had given out and not got back, at most."""
+    resident: int = 0
+    """By how many bytes the resident set grew in the same step at most; the C library keeps what is freed."""
+    stash: int | None = None
+    """Bytes that the forward keeps for the backward."""
     predicted: int | None = None
-    """What was predicted of the whole, with a budget."""
+    """What was predicted of the whole."""
     budget: float | None = None
     """The budget in bytes."""
     refused: str = ""
 
+    @property
+    def peak(self) -> int:
+        """The most bytes in use."""
+        return self.before + self.in_use
+
 
 def measure(way: Way, workload: Workload, steps: int, threads: int) -> Figures:
-    """Steps with AdamW in this process."""
+    """Steps with AdamW in this process: one that compiles, those that are timed, and one that begins with empty pools,
+    whose memory is measured."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
     model, batch = build(workload), batch_of(workload)
+    if workload.model == "bert":  # transformers notes it in the first forward, and all would be compiled once more
+        model.config.problem_type = "single_label_classification"  # type: ignore[union-attr]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     way.prepare(model)
     try:
         loss = _step(model, batch, optimizer)
     except OrtAccelError as error:
         return Figures(refused=str(error))
-    _step(model, batch, optimizer)
-    times, grown = zip(*(_timed(model, batch, optimizer) for _ in range(steps)), strict=True)
+    times = [_seconds(model, batch, optimizer) for _ in range(steps)]
+    in_use, grown = _grown(model, batch, optimizer)
     states = [value for state in optimizer.state.values() for value in state.values()]
     before = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers(), *states])
-    figures = Figures(loss, 1e3 * median(times), before, max(grown))
-    frontiers = [item.frontier for item in ort_accel.report(model).memory.values()] if way.memory is not None else []
-    if not frontiers or not frontiers[-1]:
-        return figures
-    share = way.memory.get("budget") if way.memory else None
-    tried = frontiers[-1]
-    budget = share * tried[0].bytes if isinstance(share, float) else None
-    return Figures(**{**asdict(figures), "predicted": tried[-1].bytes, "budget": budget})
+    figures = Figures(loss, 1e3 * median(times) if times else 0.0, before, in_use, grown)
+    return figures if way.memory is None else _foreseen(figures, way, model)
+
+
+def _foreseen(figures: Figures, way: Way, model: nn.Module) -> Figures:
+    graph = list(ort_accel.report(model).memory.values())[-1]
+    budget = way.budget * graph.frontier[0].bytes if way.budget is not None else None
+    return replace(figures, stash=graph.stash, predicted=graph.frontier[-1].bytes, budget=budget)
 
 
 def _step(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> float:
-    loss = contenders.step(model, batch, "fp32")
+    """A step as most loops write it: the model's outputs are there until the next ones come."""
+    torch.manual_seed(0)
+    outputs = model(**batch)
+    outputs.loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return loss
+    return float(outputs.loss.detach())
 
 
-def _timed(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> tuple[float, int]:
-    """Seconds of a step, and of the next one, which begins with empty pools, the bytes that the process grew by."""
+def _seconds(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> float:
     start = time.perf_counter()
     _step(model, batch, optimizer)
-    spent = time.perf_counter() - start
+    return time.perf_counter() - start
+
+
+def _grown(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """By how many bytes what is in use, and what is resident, grow in a step that begins with empty pools."""
     release_unused()
     return_free_memory()
     base, is_told = resident(), reset_peak()
+    looking = MostInUse()
     _step(model, batch, optimizer)
-    most = resident("VmHWM")
-    if base is None or most is None or not is_told:
-        raise typer.BadParameter("this system does not tell the most memory that a process held; use Linux")
-    return spent, most - base
+    used, most = looking.end(), resident("VmHWM")
+    if base is None or most is None or used is None or not is_told:
+        raise typer.BadParameter("this system does not tell the most memory that a process held; use Linux with glibc")
+    return used, most - base
+
+
+class Bench:
+    """Measures each way once, in a process of its own, and writes down what is known so far."""
+
+    def __init__(self, workload: Workload, steps: int, threads: int, file: Path | None = None) -> None:
+        self.workload, self._steps, self._threads, self._file = workload, steps, threads, file
+        self._facts = machine.facts(threads)
+        self.found: dict[str, Figures] = {}
+        self.largest: dict[str, int] = {}
+
+    def run(self, way: Way) -> None:
+        """Measure a way. A budget below one that was refused would be refused, too."""
+        refused = next((item for item in self.found.values() if item.refused), None)
+        if way.budget is None or refused is None:
+            self.found[way.name] = self._alone(way, self.workload, self._steps)
+        else:
+            self.found[way.name] = refused
+        typer.echo(_line(way.name, self.found[way.name]))
+        self._write()
+
+    def find_largest(self, way: Way) -> None:
+        """The largest batch of a way that takes no more than eager PyTorch does with the batch that was measured.
+
+        What a step takes grows by the same for each row, so two sizes tell it. The size that comes out is measured.
+        """
+        rows, limit = self.workload.batch, self.found[EAGER].peak
+        now = self.found[way.name]
+        half = self._alone(way, replace(self.workload, batch=rows // 2), 0)
+        of_a_row = max(now.in_use - half.in_use, 1) / (rows - rows // 2)
+        largest = rows + int((limit - now.peak) / of_a_row)
+        while largest > rows and self._alone(way, replace(self.workload, batch=largest), 0).peak > limit:
+            largest -= max(1, largest // 20)
+        self.largest[way.name] = largest
+        typer.echo(f"{way.name:26} at most {largest} rows within {limit / MIB:,.1f} MiB")
+        self._write()
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        facts = self._facts | {"load_after": machine.load()}
+        figures = {name: asdict(item) for name, item in self.found.items()}
+        result = {"machine": facts, "workload": asdict(self.workload), "ways": figures, "largest": self.largest}
+        self._file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    def _alone(self, way: Way, workload: Workload, steps: int) -> Figures:
+        with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+            return alone.submit(measure, way, workload, steps, self._threads).result()
 
 
 def memory(
     case: Annotated[str, typer.Option(help="small, bert or llama.")] = "small",
-    levels: Annotated[str, typer.Option(help="Levels of recomputation.")] = "0,1,2",
+    levels: Annotated[str, typer.Option(help="Levels of recomputation.")] = "0,1",
     budgets: Annotated[str, typer.Option(help="Shares of the predicted peak.")] = "0.9,0.8,0.7,0.6,0.5,0.4,0.3,0.2",
-    steps: Annotated[int, typer.Option(min=1, help="Steps that count.")] = 5,
+    largest: Annotated[bool, typer.Option(help="Find the largest batch within eager's peak, too.")] = False,
+    steps: Annotated[int, typer.Option(min=0, help="Steps that are timed; 0 measures memory alone.")] = 3,
     threads: Annotated[int | None, typer.Option(min=1, help="As many as PyTorch takes without it.")] = None,
     tiny: Annotated[bool, typer.Option(help="Tiny models, to try the script.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it.")] = None,
@@ -132,18 +206,16 @@ def memory(
     workload = replace(workload, **SMALLER) if tiny else workload
     ways = [Way(EAGER), Way(CHECKPOINTING)]
     ways += [Way(f"ort_accel, level {level}", {"level": int(level)}) for level in levels.split(",") if level]
-    ways += [Way(f"ort_accel, budget {share}", {"budget": float(share)}) for share in budgets.split(",") if share]
-    facts, found = machine.facts(cores), {}
+    shares = sorted(map(float, filter(None, budgets.split(","))), reverse=True)
+    bench = Bench(workload, steps, cores, json_file)
     typer.echo(f"{workload}, {cores} threads")
-    for way in ways:
-        with ProcessPoolExecutor(1, get_context("spawn")) as alone:
-            found[way.name] = alone.submit(measure, way, workload, steps, cores).result()
-        typer.echo(_line(way.name, found[way.name]))
-    if json_file is not None:
-        figures = {name: asdict(item) for name, item in found.items()}
-        result = {"machine": facts | {"load_after": machine.load()}, "workload": asdict(workload), "ways": figures}
-        json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    losses = [item.loss for item in found.values() if not item.refused]
+    for way in [*ways, *(Way(f"ort_accel, budget {share}", {"budget": share}) for share in shares)]:
+        bench.run(way)
+    for way in (*ways[1:2], *ways[2:][-1:]) if largest else ():
+        bench.find_largest(way)
+    for line in compared(bench.found):
+        typer.echo(line)
+    losses = [item.loss for item in bench.found.values() if not item.refused]
     if any(abs(loss - losses[0]) > contenders.FP32_TOLERANCE * abs(losses[0]) for loss in losses):
         raise typer.Exit(1)
 
@@ -151,11 +223,27 @@ def memory(
 def _line(name: str, found: Figures) -> str:
     if found.refused:
         return f"{name:26} {found.refused}"
-    whole = found.before + found.own
-    shown = f"{name:26} {whole / MIB:9.1f} MiB, {found.own / MIB:9.1f} of the step, {found.milliseconds:9.1f} ms"
-    if found.predicted is not None and found.budget is not None:
-        shown += f", predicted {found.predicted / MIB:9.1f} MiB, budget {found.budget / MIB:9.1f} MiB"
-    return shown
+    shown = f"{name:26} {found.peak / MIB:9.1f} MiB in use, {found.in_use / MIB:9.1f} of the step"
+    shown += f" ({found.resident / MIB:9.1f} resident), {found.milliseconds:9.1f} ms"
+    if found.predicted is not None:
+        shown += f", predicted {found.predicted / MIB:9.1f} MiB ({found.predicted / found.peak - 1:+.1%})"
+    return shown if found.budget is None else f"{shown}, budget {found.budget / MIB:9.1f} MiB"
+
+
+def compared(found: dict[str, Figures]) -> Iterator[str]:
+    """What the figures say together."""
+    zero, one = (found.get(f"ort_accel, level {level}") for level in (0, 1))
+    if zero and one and zero.stash and one.stash is not None:
+        slower = f" and takes {one.milliseconds / zero.milliseconds:.2f} times as long" if zero.milliseconds else ""
+        yield f"level 1 keeps {one.stash / zero.stash:.1%} of level 0's stash{slower}"
+    checkpointing = found[CHECKPOINTING]
+    ours = [item for item in found.values() if item.predicted and item.peak <= checkpointing.peak]
+    if ours and checkpointing.milliseconds:
+        times = checkpointing.milliseconds / min(item.milliseconds for item in ours)
+        yield f"within the peak of eager with checkpointing, ort_accel is {times:.2f} times as fast"
+    over = [item.peak / item.budget - 1 for item in found.values() if item.budget]
+    if over:
+        yield f"with a budget the peak is {max(over):+.1%} of it at most"
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def report(model: nn.Module) -> Report:
 
 def save_report(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write the report of an accelerated model as it is now, whole or not at all: `.json` for machines, `.html` for
-    people, as one page that needs no network."""
+    people, as one page that needs no network, `.png` for the plots of memory alone."""
     write_report(report(model), path)
 
 

@@ -236,6 +236,16 @@ class Peak:
 
 
 @dataclass(frozen=True)
+class MemoryStage:
+    """What is in memory at the highest moment of one segment of a step, or of the optimizer's step, as predicted."""
+
+    phase: str
+    """`forward`, `backward` or `optimizer`."""
+    amounts: dict[str, int]
+    """Bytes by what they are for; the same names in every stage, and `group: part` where a group has several."""
+
+
+@dataclass(frozen=True)
 class MeasuredPeak:
     """The most memory of a step, as it was measured."""
 
@@ -244,6 +254,8 @@ class MeasuredPeak:
     """Bytes of parameters, buffers, optimizer states and gradients that were there before the step."""
     bytes: int
     """By how many bytes the resident set of the process grew in the step at most."""
+    in_use: int | None = None
+    """By how many bytes what is in use grew at most, as the C library counts it: without what was freed and is kept."""
 
 
 @dataclass
@@ -267,6 +279,8 @@ class GraphMemory:
     frontier: list[Peak] = field(default_factory=list)
     """The choices that were tried, the last one made; the first one computes nothing again that the model does not ask
     for. Empty where nobody asked for predictions."""
+    stages: list[MemoryStage] = field(default_factory=list)
+    """The step as it was chosen, in the order of running. Empty where nobody asked for predictions."""
 
 
 class Watcher(Protocol):

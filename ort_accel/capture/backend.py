@@ -152,12 +152,12 @@ class Backend:
         return compile_graph(module, inputs)
 
     def _memory_watch(self) -> MemoryWatch | None:
-        """What follows the memory of steps, where that is asked for or a budget is to be held."""
-        wished = self.config.observe.memory_stats
-        if not wished and self.config.memory.budget is None:
+        """What follows the memory of steps, where that is asked for or little is to be held."""
+        wished, frugal = self.config.observe.memory_stats, self.config.memory.frugal
+        if not wished and not frugal:
             return None
         prints = wished and speaks(self.config.observe.log_level)
-        watch = MemoryWatch(self.report, release_unused, prints)
+        watch = MemoryWatch(self.report, release_unused, prints, frugal)
         finalize(self, watch.close)
         return watch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ def explain(
     length: Annotated[int, typer.Option(min=2, help="Tokens of each row.")] = 16,
     layers: Annotated[int | None, typer.Option(min=1, help="Build so many layers only, to spare memory.")] = None,
     memory: Annotated[bool, typer.Option(help="Predict and measure the peak of a step, too.")] = False,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw what --memory found.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report for machines.")] = False,
 ) -> None:
     """Run one training step of a model on made-up inputs, and say who runs what and why.
@@ -33,12 +35,14 @@ def explain(
       ort-accel explain bert
       ort-accel explain ./my-model --config configs/default.yaml --batch 8 --length 128
       ort-accel explain ./my-model/config.json --layers 2 --json
-      ort-accel explain ./my-model --batch 16 --length 512 --memory
+      ort-accel explain ./my-model --batch 16 --length 512 --memory --png memory.png
     """
     from ort_accel.errors import OrtAccelError
 
     try:
-        report = _explained(model, config, batch, length, layers, memory)
+        report = _explained(model, config, batch, length, layers, memory or png is not None)
+        if png is not None:
+            _draw(report, png)
     except OrtAccelError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
@@ -51,6 +55,15 @@ def explain(
     typer.echo("\n".join(_segment_lines(report.segments)))
 
 
+def _draw(report: Report, file: Path) -> None:
+    from ort_accel.errors import OrtAccelError
+    from ort_accel.observe.report_file import save_report
+
+    if file.suffix != ".png":
+        raise OrtAccelError(f"--png: {str(file)!r} does not end in .png; name a file that does")
+    save_report(report, file)
+
+
 MEASURED_STEPS = 4
 """So many steps show a peak: two compile, one is measured, and the next one ends it."""
 
@@ -58,6 +71,8 @@ MEASURED_STEPS = 4
 def _explained(
     name: str, config: str | None, batch: int, length: int, layers: int | None, memory: bool = False
 ) -> Report:
+    from torch.optim import AdamW
+
     import ort_accel
     from ort_accel.cli.made_up import loss_of
     from ort_accel.cli.quiet import quiet
@@ -73,10 +88,14 @@ def _explained(
         observe = settings.observe.model_copy(update={"memory_stats": True})
         settings = settings.model_copy(update={"observe": observe})
     ort_accel.accelerate(module, settings)
+    optimizer = AdamW(module.parameters()) if memory else None
     try:
         for _ in range(MEASURED_STEPS if memory else 1):
             module.zero_grad()
-            loss_of(module(**inputs)).backward()
+            outputs = module(**inputs)
+            loss_of(outputs).backward()
+            if optimizer is not None:
+                optimizer.step()
     except Exception as error:
         cause = next((e for e in _causes(error) if isinstance(e, OrtAccelError)), error)
         raise OrtAccelError(f"the step failed: {type(cause).__name__}: {cause}") from error

@@ -76,10 +76,10 @@ def _ends(values: Sequence[float]) -> tuple[tuple[Callable[[float], int], float]
     return (math.floor, min(values)), (math.ceil, max(values))
 
 
-def level(values: Sequence[float]) -> Axis:
-    """The horizontal axis from the first of these whole numbers to the last."""
+def level(values: Sequence[float], whole: bool = True) -> Axis:
+    """The horizontal axis from the first of these numbers to the last."""
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
-    return Axis(low, high if high > low else low + 1.0, LEFT, WIDTH - RIGHT, whole=True)
+    return Axis(low, high if high > low else low + 1.0, LEFT, WIDTH - RIGHT, whole=whole)
 
 
 def frame(across: Axis, up: Axis, x_name: str, y_name: str) -> list[Markup]:

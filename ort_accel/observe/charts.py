@@ -40,13 +40,15 @@ def line_chart(
     logarithmic: bool = False,
     marks: Iterable[Mark] = (),
     highest: float | None = None,
+    whole: bool = True,
 ) -> Markup:
-    """Lines over a common horizontal axis. `highest` makes the vertical axis reach so far, to compare plots."""
+    """Lines over a common horizontal axis, which counts in whole numbers unless told otherwise. `highest` makes the
+    vertical axis reach so far, to compare plots."""
     marks = list(marks)
     values = [value for line in lines for _, value in line.points]
     values += [end for line in lines for ends in line.band for end in ends]
     values += [mark.value for mark in marks if not mark.across] + ([] if highest is None else [highest])
-    across = level([x for line in lines for x, _ in line.points])
+    across = level([x for line in lines for x, _ in line.points], whole)
     up = upright(values, logarithmic)
     parts = [*frame(across, up, x_name, y_name)]
     for number, line in enumerate(lines):
@@ -57,20 +59,34 @@ def line_chart(
 
 
 def stacked_chart(
-    caption: str, places: Sequence[float], layers: Mapping[str, Sequence[float]], x_name: str, y_name: str
+    caption: str,
+    places: Sequence[float],
+    layers: Mapping[str, Sequence[float]],
+    x_name: str,
+    y_name: str,
+    marks: Iterable[Mark] = (),
 ) -> Markup:
-    """Amounts one on top of the other: what they are together, and the share of each."""
+    """Amounts one on top of the other: what they are together, and the share of each.
+
+    Layers that are named `group: part` have one colour and one entry in the key for each group.
+    """
+    marks = list(marks)
     totals = [sum(column) for column in zip(*layers.values(), strict=True)]
-    across, up = level(places), upright(totals, logarithmic=False)
+    across = level(places)
+    up = upright([*totals, *(mark.value for mark in marks if not mark.across)], logarithmic=False)
+    groups = list(dict.fromkeys(name.partition(": ")[0] for name in layers))
     parts = [*frame(across, up, x_name, y_name)]
     below = [0.0] * len(places)
-    for number, (name, amounts) in enumerate(layers.items()):
+    for name, amounts in layers.items():
         above = [under + amount for under, amount in zip(below, amounts, strict=True)]
         edge = [*zip(places, above, strict=True), *reversed(list(zip(places, below, strict=True)))]
         outline = " ".join(f"{across.place(x)},{up.place(y)}" for x, y in edge)
-        parts.append(tag("polygon", tag("title", name), points=outline, fill=_colour(number)))
+        shape = {"points": outline, "fill": _colour(groups.index(name.partition(": ")[0])), "class_": "layer"}
+        parts.append(tag("polygon", tag("title", name), **shape))
         below = above
-    return figure(caption, parts, list(layers), filled=True)
+    for mark in marks:
+        parts += _marked(mark, across, up)
+    return figure(caption, parts, groups, filled=True)
 
 
 def bar_chart(caption: str, bars: Iterable[tuple[str, Mapping[str, float], str]], names: Sequence[str] = ()) -> Markup:

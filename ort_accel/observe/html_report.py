@@ -11,6 +11,7 @@ from ort_accel.observe.axes import short
 from ort_accel.observe.charts import Line, bar_chart, line_chart, stacked_chart
 from ort_accel.observe.density_table import HEADINGS, NUMBERS, balancing, cells, meanings
 from ort_accel.observe.feature_table import KINDS, WORDS, percent
+from ort_accel.observe.memory_section import memory_section
 from ort_accel.observe.page import COLOURS, Content, Markup, figures, folded, joined, page, table, tag
 from ort_accel.reporting import InputDensity, Inspection, Reason, Runner, State, Way
 
@@ -228,60 +229,6 @@ def _tuning(data: Data) -> Markup | None:
     return table(("nodes", "measured", "ms", "chosen"), rows, numbers=(0,)) if rows else None
 
 
-def _memory(data: Data) -> Markup | None:
-    graphs = data.get("memory", ())
-    if not graphs:
-        return None
-    bars = [
-        (f"{item['graph']}, {words}", {"": item[key] / 2**20}, f"{item[key] / 2**20:,.1f} MiB")
-        for item in graphs
-        for key, words in (("stash_without", "without recomputation"), ("stash", "as it is"))
-    ]
-    return joined(bar_chart("What the forward keeps for the backward", bars), _peaks(data), map(_recomputed, graphs))
-
-
-def _peaks(data: Data) -> Content:
-    """The peak of a step for each choice of what is computed again, and the measured one."""
-    bars = [
-        (f"{item['graph']}, {peak['cost_ms']:.1f} ms computed again", _parts(peak), f"{peak['bytes'] / 2**20:,.1f} MiB")
-        for item in data["memory"]
-        for peak in item["frontier"]
-    ]
-    found = data.get("measured_peak")
-    if found:
-        parts = {"there before": found["held"] / 2**20, "of the step": found["bytes"] / 2**20}
-        bars.append((f"measured in step {found['step']}", parts, f"{sum(parts.values()):,.1f} MiB"))
-    return bar_chart("The peak of a step, as predicted for each choice that was tried", bars) if bars else ""
-
-
-def _parts(peak: Data) -> dict[str, float]:
-    own = peak["bytes"] - peak["resident"]
-    return {"there before": peak["resident"] / 2**20, "of the step": own / 2**20}
-
-
-def _recomputed(item: Data) -> Markup:
-    """What one pair of graphs computes again, and what it could."""
-    plans = item["plans"]
-    sizes = ", ".join(f"{name} = {size}" for name, size in item["symbols"].items())
-    said = f"{item['repeated']} operators are computed again, which takes about {item['cost_ms']:.1f} ms a step."
-    listing = table(
-        ("", "cluster", "type", "applied", "saving, bytes", "cost, ms", "saving, symbolic"), map(_plan, plans), (4, 5)
-    )
-    return joined(
-        tag("h3", f"{item['graph']}, level {item['level']}, {item['layers']} layers found"),
-        tag("p", said, f" Sizes: {sizes}." if sizes else ""),
-        folded(f"{len(plans)} plans, the largest saving first", listing) if plans else "",
-    )
-
-
-def _plan(row: Data) -> tuple[Content, ...]:
-    state = State.APPLIED if row["applied"] else State.OFF
-    word = tag("span", WORDS[state], class_=state.value)
-    places = f"{row['applied']} of {row['frequency']}"
-    cost = f"{row['cost_ms']:.2f}"
-    return word, row["cluster"], str(row["kind"]), places, f"{row['saving']:,}", cost, row["symbolic"]
-
-
 def _load_balance(data: Data) -> Markup | None:
     found = data["load_balance"]
     if not found or not found["after"]:
@@ -337,7 +284,7 @@ SECTIONS: tuple[tuple[str, Callable[[Data], Markup | None]], ...] = (
     ("Set-up", _start_up),
     ("Steps", _steps),
     ("Density", _density),
-    ("Memory", _memory),
+    ("Memory", memory_section),
     ("Tuning", _tuning),
     ("Load balancing", _load_balance),
     ("Notes and counts", _notes),

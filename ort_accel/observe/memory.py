@@ -36,7 +36,8 @@ def render_memory(report: Report) -> RenderableType | None:
 def measured(peak: MeasuredPeak) -> str:
     """The measured peak of a step, in a line."""
     whole = f"{mib(peak.held + peak.bytes)} MiB: {mib(peak.held)} before it, and {mib(peak.bytes)} of its own"
-    return f"measured peak of step {peak.step}: {whole} (resident set of the process)"
+    used = "" if peak.in_use is None else f"; {mib(peak.in_use)} of its own were in use at most, without what was freed"
+    return f"measured peak of step {peak.step}: {whole} (resident set of the process{used})"
 
 
 def predicted(peak: Peak) -> str:

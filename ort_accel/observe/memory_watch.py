@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
 from ort_accel.observe.logs import rank
-from ort_accel.observe.process_memory import reset_peak, resident, return_free_memory
+from ort_accel.observe.process_memory import MostInUse, in_use, reset_peak, resident, return_free_memory
 from ort_accel.reporting import MeasuredPeak, Report
 
 FIRST = 2
@@ -27,18 +27,22 @@ EACH = 10
 class MemoryWatch:
     """Follows the training steps of one model."""
 
-    def __init__(self, report: Report, release: Callable[[], None], prints: bool) -> None:
-        """`release` empties the pool of ONNX Runtime, `prints` asks for the line of each phase."""
-        self._report, self._release, self._prints = report, release, prints
+    def __init__(self, report: Report, release: Callable[[], None], prints: bool, frugal: bool = False) -> None:
+        """`release` empties the pool of ONNX Runtime, `prints` asks for the line of each phase; `frugal` has the pool
+        emptied behind every backward."""
+        self._report, self._release, self._prints, self._frugal = report, release, prints, frugal
         self._step = -1
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._base, self._held, self._compiled = 0, 0, 0
+        self._sampled: MostInUse | None = None
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
     def close(self) -> None:
         """Look no more."""
         self._hook.remove()
+        if self._sampled is not None:
+            self._sampled.end()
 
     def before_forward(self, model: nn.Module) -> None:
         """A forward with gradients begins."""
@@ -60,6 +64,8 @@ class MemoryWatch:
             first.register_hook(lambda _: queue(lambda: self._backwarded(step)))  # type: ignore[no-untyped-call]
 
     def _backwarded(self, step: int) -> None:
+        if self._frugal:
+            self._release()
         if step == self._step:
             self._line("after backward")
 
@@ -70,6 +76,8 @@ class MemoryWatch:
         own = {id(parameter) for parameter in model.parameters()}
         if any(id(item) in own for group in optimizer.param_groups for item in group["params"]):
             self._optimizer = ref(optimizer)
+            if self._sampled is not None:
+                self._sampled.end()
             self._line("after step")
 
     def _begin_measurement(self, model: nn.Module) -> None:
@@ -80,13 +88,15 @@ class MemoryWatch:
         if base is not None and reset_peak():
             self._base, self._compiled = base, self._report.counters["compilations"]
             self._held = sum(tensor.nbytes for tensor in self._tensors(model))
+            self._sampled = MostInUse()
 
     def _end_measurement(self) -> None:
         """The step that was measured is over. One in which something was compiled does not count."""
         base, self._base = self._base, 0
-        most = resident("VmHWM")
+        sampled, self._sampled = self._sampled, None
+        used, most = sampled.end() if sampled is not None else None, resident("VmHWM")
         if base and most is not None and self._report.counters["compilations"] == self._compiled:
-            self._report.measured_peak = MeasuredPeak(self._step, self._held, most - base)
+            self._report.measured_peak = MeasuredPeak(self._step, self._held, most - base, used)
 
     def _tensors(self, model: nn.Module) -> Iterator[Tensor]:
         """What is alive before the step: parameters, buffers, gradients that are kept, and the optimizer's states."""
@@ -114,7 +124,7 @@ def _device(model: nn.Module) -> torch.device:
 def _figures(device: torch.device) -> dict[str, int | None]:
     """What the device's allocator tells; on a CPU, what the system tells of the process."""
     if device.type != "cuda":
-        return {"resident": resident(), "most resident": resident("VmHWM")}
+        return {"in use": in_use(), "resident": resident(), "most resident": resident("VmHWM")}
     told = torch.cuda.memory_stats(device)
     names = {"allocated": "allocated_bytes", "cached": "reserved_bytes", "inactive": "inactive_split_bytes"}
     found: dict[str, int | None] = {}

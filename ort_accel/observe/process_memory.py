@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
+from typing import Any
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -42,5 +44,72 @@ def most_before_reset() -> int:
 
 def return_free_memory() -> None:
     """Let the C library give back what it keeps of freed memory, where it can."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    if (trim := _of_c_library("malloc_trim")) is not None:
+        trim(0)
+
+
+def _of_c_library(name: str) -> Any:
+    """A function that only some C libraries have; None where this one has not."""
+    with suppress(OSError, AttributeError, TypeError):  # Windows cannot look at what is loaded already
+        return getattr(ctypes.CDLL(None), name)
+    return None
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""The numbers of these parameters for glibc's `mallopt`."""
+LARGE = 2**20
+"""Bytes."""
+
+
+def return_large_blocks() -> bool:
+    """Let the C library give each large block back as soon as it is freed; whether it will.
+
+    By itself glibc raises the size from which on it does that up to 32 MiB, and keeps smaller ones for later. It takes
+    time to get memory anew, so this is for those who have promised to hold little.
+    """
+    tell = _of_c_library("mallopt")
+    if tell is None or not tell(_MMAP_THRESHOLD, LARGE):
+        return False
+    return bool(tell(_TRIM_THRESHOLD, 2 * LARGE))  # twice as much, as glibc keeps it by itself
+
+
+class _Info(ctypes.Structure):
+    """What glibc tells of its blocks, `struct mallinfo2`."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
+
+
+def in_use() -> int | None:
+    """Bytes that were asked of the C library and not yet freed; None where it does not tell."""
+    if (ask := _of_c_library("mallinfo2")) is None:
+        return None
+    ask.restype = _Info
+    info = ask()
+    return int(info.uordblks + info.hblkhd)
+
+
+class MostInUse:
+    """Looks again and again, from a thread, at how much is in use."""
+
+    EVERY = 0.001
+
+    def __init__(self) -> None:
+        self._before = in_use()
+        self._most = self._before or 0
+        self._ended = Event()
+        self._thread = Thread(target=self._look, name="ort_accel memory", daemon=True)
+        if self._before is not None:
+            self._thread.start()
+
+    def end(self) -> int | None:
+        """Look no more. By how many bytes it grew at most until the first such call; None where nothing is told."""
+        if self._before is None:
+            return None
+        self._ended.set()
+        self._thread.join()
+        return self._most - self._before
+
+    def _look(self) -> None:
+        while not self._ended.wait(self.EVERY):
+            self._most = max(self._most, in_use() or 0)

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ort_accel.errors import OrtAccelError
 from ort_accel.files import write_aside
 from ort_accel.observe.html_report import html_report
 from ort_accel.observe.logs import LOG, rank
+from ort_accel.observe.memory_png import memory_png
 from ort_accel.reporting import Report
 
 KEY = "observe.report_file"
-_KINDS = (".json", ".html")
+_WRITERS: dict[str, Callable[[dict[str, Any]], bytes]] = {
+    ".json": lambda data: (json.dumps(data, indent=1) + "\n").encode(),
+    ".html": lambda data: html_report(data).encode(),
+    ".png": memory_png,
+}
 
 
 def save_report(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write a report, whole or not at all: `.json` for machines, `.html` for people. Its folder is made if need be."""
+    """Write a report, whole or not at all: `.json` for machines, `.html` for people, `.png` for the plots of memory
+    alone. Its folder is made if need be."""
     file = Path(path)
-    if file.suffix not in _KINDS:
+    if file.suffix not in _WRITERS:
         raise OrtAccelError(
-            f"{str(file)!r} ends in neither .json (for machines) nor .html (for people); name one of these"
+            f"{str(file)!r} ends in neither .json (for machines) nor .html (for people) nor .png (the plots of memory "
+            "alone); name one of these"
         )
-    data = report.to_dict()
-    text = json.dumps(data, indent=1) + "\n" if file.suffix == ".json" else html_report(data)
+    content = _WRITERS[file.suffix](report.to_dict())
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_aside(file, text.encode())
+        write_aside(file, content)
     except OSError as error:
         raise OrtAccelError(
             f"the report cannot be written to {file}: {error.strerror or error}; name a file where you may write"

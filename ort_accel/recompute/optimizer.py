@@ -11,6 +11,9 @@ from torch import fx
 
 from ort_accel.config.plan_text import Plan, join_plans, read_plan_file
 from ort_accel.config.sections import Memory
+from ort_accel.lowering.nodes import fakes_in
+from ort_accel.observe.process_memory import return_large_blocks
+from ort_accel.recompute.account import account
 from ort_accel.recompute.budget import Foresee, choices, within
 from ort_accel.recompute.checkpoints import take_marks
 from ort_accel.recompute.cost import milliseconds
@@ -45,15 +48,11 @@ class Recompute:
 
         def foresee(nodes: Collection[fx.Node]) -> Timeline:
             forward, backward = rehearsed(joint, inputs, nodes, **how)
-            return timeline(forward, backward, how["num_fwd_outputs"], self._cutter)
+            return timeline(forward, backward, how["num_fwd_outputs"], self._cutter, self._memory.frugal)
 
         chosen = self.choose(joint.graph, graph, foresee)
-        record = self._report.memory[graph]
-        if self._predicts and not record.frontier:
-            sets: tuple[Collection[fx.Node], ...] = ((), chosen) if chosen else ((),)
-            record.frontier = [_peak(nodes, foresee(nodes)) for nodes in sets]
         divided = partition(joint, inputs, chosen, **how)
-        record.stash = total(stash(joint.graph))
+        self._report.memory[graph].stash = total(stash(joint.graph))
         return divided
 
     def choose(self, joint: fx.Graph, graph: str, foresee: Foresee) -> set[fx.Node]:
@@ -66,14 +65,22 @@ class Recompute:
         taken = self._level_places(joint, layers, options, graph) if self._level() else []
         taken = [place for place in taken if not place.nodes & marks.borders]
         taken += [place for wish in wishes for place in wish.places]
+        steps: list[tuple[Collection[fx.Node], Timeline]] = []
         if self._memory.budget is not None:
+            if _is_on_cpu(joint):
+                return_large_blocks()
             always = marks.again.union(*(place.nodes for place in taken))
             free = [p for option in options if option.kind == RECOMPUTE for p in option.places if p not in taken]
             free = [place for place in free if not place.nodes & marks.borders]
             tried = within(self._memory.budget, choices(free, always, foresee))
-            record.frontier = [_peak(choice.nodes, choice.step) for choice in tried]
+            steps = [(choice.nodes, choice.step) for choice in tried]
             taken += tried[-1].places
         chosen = marks.again.union(*(place.nodes for place in taken))
+        if self._predicts and not steps:
+            steps = [(nodes, foresee(nodes)) for nodes in ([(), chosen] if chosen else [()])]
+        if steps:
+            record.frontier = [_peak(nodes, step) for nodes, step in steps]
+            record.stages = account(steps[-1][1], region(forward_nodes(joint), layers), len(layers.starts))
         record.plans = _rows(options, wishes, taken)
         self._record(record, joint, chosen)
         return chosen
@@ -141,6 +148,11 @@ def _rows(options: Sequence[Option], wishes: Sequence[Wish], taken: Iterable[Pla
         )
         for option in options
     ]
+
+
+def _is_on_cpu(joint: fx.Graph) -> bool:
+    inputs = joint.find_nodes(op="placeholder")
+    return all(fake.device.type == "cpu" for node in inputs for fake in fakes_in(node.meta.get("val")))
 
 
 def _symbols(joint: fx.Graph) -> dict[str, int]:

@@ -4,59 +4,75 @@ The forward and the backward are followed segment by segment, since a segment of
 given until it has ended, while PyTorch lets go of each value behind its last reader. Sizes are those that the graph was
 captured with.
 
-ONNX Runtime and PyTorch have a pool of memory each, which gives back little within a step, and neither uses what the
-other one has left. So the peak of a step is the sum of both pools' highest moments, whenever they are.
+ONNX Runtime and PyTorch have a pool of memory each, and neither uses what the other one has left. That of ONNX Runtime
+keeps what it ever held, so the peak of a step is the sum of both pools' highest moments, whenever they are; unless it
+gives back, behind every backward, what it does not use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import chain, product
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import fx
 
 from ort_accel.lowering.nodes import fakes_in, is_part, is_size, is_view, returned, tensors_of, writes
 from ort_accel.lowering.segments import Cut
 from ort_accel.recompute.graph import hinted_bytes, is_tensor, owner
+from ort_accel.recompute.pools import BORROWED, Moment, Pools
+from ort_accel.recompute.scratch import scratch
 from ort_accel.reporting import Runner
 
 Cutter = Callable[[fx.GraphModule], list[Cut]]
 """Tells into which segments a graph would be cut. It may change the graph that it is given."""
 
+STATES = 2
+"""Values that an optimizer keeps for each parameter. Nothing knows the optimizer yet; Adam keeps two moments."""
+WORKING = 2
+"""Values of the size of a parameter that its update takes, one parameter after the other, as PyTorch's AdamW does."""
+
+aten = torch.ops.aten
+
+IN_PLACE = {aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.exp, aten.sqrt, aten.sigmoid, aten.tanh, aten.relu}
+"""Operators that ONNX Runtime computes in the memory of an input that nobody reads any more."""
+
 
 @dataclass(frozen=True)
-class Moment:
-    """One moment of a step, as one pool of memory sees it."""
+class Stage:
+    """The highest moment of a segment, or of the optimizer's step."""
 
-    pool: Runner
+    phase: str
     live: Mapping[str, int]
-    """What was computed into this pool and is still there."""
-    bytes: int
+    """What is there, by the name of the value that owns the memory."""
+    in_ort: int
+    """How many bytes of it lie in ONNX Runtime's pool."""
+    held: int
+    """How many bytes that pool holds."""
 
 
 @dataclass
 class Timeline:
     """A step, seen by its memory."""
 
-    resident: int
-    """Bytes that are there all the time: parameters, buffers, inputs, and what the optimizer keeps for parameters."""
-    moments: list[Moment] = field(default_factory=list)
-    """The highest moment of each segment, in the order of running."""
+    lasting: int
+    """Bytes that are there all the time: parameters, buffers and inputs."""
+    states: int
+    """Bytes that the optimizer keeps for parameters."""
+    stash: frozenset[str] = frozenset()
+    """Names of the values that are kept for the backward."""
+    gradients: frozenset[str] = frozenset()
+    own: int = 0
+    """The most bytes that a step takes beside what is there all the time."""
+    highest: list[Moment] = field(default_factory=list)
+    """The moments that make it so much: less alive at any of them may make it less."""
+    stages: list[Stage] = field(default_factory=list)
+    """The segments in the order of running, and the optimizer's step."""
 
     @property
-    def highest(self) -> list[Moment]:
-        """The moment of each pool at which most is alive in it."""
-        found: dict[Runner, Moment] = {}
-        for moment in self.moments:
-            if moment.pool not in found or moment.bytes > found[moment.pool].bytes:
-                found[moment.pool] = moment
-        return list(found.values())
-
-    @property
-    def own(self) -> int:
-        """The most bytes that a step takes beside what is there all the time."""
-        return sum(moment.bytes for moment in self.highest)
+    def resident(self) -> int:
+        """Bytes that are there all the time."""
+        return self.lasting + self.states
 
     @property
     def peak(self) -> int:
@@ -64,97 +80,105 @@ class Timeline:
         return self.resident + self.own
 
 
-STATES = 2
-"""Values that an optimizer keeps for each parameter. Nothing knows the optimizer yet; Adam keeps two moments."""
-
-
-def timeline(forward: fx.GraphModule, backward: fx.GraphModule, wanted: int, cutter: Cutter) -> Timeline:
+def timeline(
+    forward: fx.GraphModule, backward: fx.GraphModule, wanted: int, cutter: Cutter, shrinks: bool = False
+) -> Timeline:
     """A step of these graphs, which are changed. Of what the forward gives, the first `wanted` outputs are the caller's
-    and stay; the others are kept for the backward."""
+    and stay; the others are kept for the backward. `shrinks` says that ONNX Runtime's pool gives back, behind the
+    backward, what it does not use; otherwise every step begins with all that it ever held."""
     given = forward.graph.find_nodes(op="placeholder")
-    step = Timeline(_resident(given, backward.graph))
-    live = _Live()
-    step.moments += _moments(forward, live, cutter(forward), {}, set())
-    kept = {node.name: owner(node).name for node in returned(forward.graph) if isinstance(node, fx.Node)}
+    trained = [node for node, slope in zip(given, returned(backward.graph), strict=False) if slope is not None]
+    pools = Pools()
+    step = Timeline(sum(map(_bytes, given)), STATES * sum(map(_bytes, trained)))
+    step.stages += _Half(forward, {}, set()).stages("forward", pools, cutter(forward))
+    results = returned(forward.graph)
+    kept = {node.name: owner(node).name for node in results if isinstance(node, fx.Node)}
+    lasting = {kept[node.name] for node in results[:wanted] if isinstance(node, fx.Node)}
+    step.stash = frozenset(kept[node.name] for node in results[wanted:] if isinstance(node, fx.Node)) - lasting
     there = {node.name for node in given}.union(kept)
-    passed = [node for node in backward.graph.find_nodes(op="placeholder") if is_tensor(node)]
-    for tangent in passed:
-        if tangent.name not in there:
-            live.add(tangent.name, _bytes(tangent), Runner.PYTORCH)
-    lasting = {kept[node.name] for node in returned(forward.graph)[:wanted] if isinstance(node, fx.Node)}
-    step.moments += _moments(backward, live, cutter(backward), kept, lasting)
+    for tangent in backward.graph.find_nodes(op="placeholder"):
+        if is_tensor(tangent) and tangent.name not in there:
+            pools.add(tangent.name, _bytes(tangent), Runner.PYTORCH)
+    second = _Half(backward, kept, lasting)
+    step.stages += second.stages("backward", pools, cutter(backward))
+    step.gradients = frozenset(second.memory(node) for node in returned(backward.graph) if isinstance(node, fx.Node))
+    if shrinks:
+        pools.shrink()
+    pools.add(BORROWED, WORKING * max(map(_bytes, trained), default=0), Runner.PYTORCH)
+    step.stages.append(_stage("optimizer", pools))
+    step.highest = [*pools.highest.values(), pools.together]
+    step.own = pools.together.bytes
+    if not shrinks:
+        step.own = sum(moment.bytes for moment in pools.highest.values())
+        step.stages = [replace(stage, held=pools.highest[Runner.ORT].bytes) for stage in step.stages]
     return step
 
 
-def _resident(given: Iterable[fx.Node], backward: fx.Graph) -> int:
-    """The inputs, and the states for those parameters that get a gradient: each leads to one output of the backward."""
-    inputs = list(given)
-    trained = [node for node, gradient in zip(inputs, returned(backward), strict=False) if gradient is not None]
-    return sum(map(_bytes, inputs)) + STATES * sum(map(_bytes, trained))
+class _Half:
+    """The forward or the backward of a step."""
+
+    def __init__(self, module: fx.GraphModule, names: Mapping[str, str], lasting: Collection[str]) -> None:
+        """`names` tells for inputs which value they are, `lasting` what stays although nobody here reads it."""
+        self._names = names
+        self._stays = {self.memory(node) for node in returned(module.graph) if isinstance(node, fx.Node)} | set(lasting)
+        self._last: dict[str, Cut] = {}
+
+    def memory(self, node: fx.Node) -> str:
+        """The name of the value that owns a node's memory."""
+        name = owner(node).name
+        return self._names.get(name, name)
+
+    def stages(self, phase: str, pools: Pools, cuts: list[Cut]) -> Iterator[Stage]:
+        """The highest moment of each segment. The pools have what is alive before and, when all was taken, after it."""
+        self._last = {self.memory(item): cut for cut in cuts for node in cut.nodes for item in _read(node)}
+        pools.drop([name for name in pools if self._is_over(name)])
+        for cut in cuts:
+            reader = {self.memory(item): node for node in cut.nodes for item in _read(node)}
+            given = set(pools) if cut.runner is Runner.ORT else set()
+            highest = _stage(phase, pools)
+            most = pools.bytes
+            for node in cut.nodes:
+                read = dict.fromkeys(map(self.memory, _read(node)))
+                over = [name for name in read if self._is_over(name, cut) and name not in given]
+                over = [name for name in over if reader[name] is node]
+                self._compute(node, cut, over, pools)
+                if pools.bytes > most:
+                    highest, most = _stage(phase, pools), pools.bytes
+                pools.drop([BORROWED, *over, *(item.name for item in _made(node) if self._is_over(item.name))])
+            pools.drop([name for name in given if self._is_over(name, cut)])
+            yield highest
+
+    def _is_over(self, name: str, cut: Cut | None = None) -> bool:
+        """Whether a value is read for the last time in a segment; without one, whether it is read nowhere."""
+        return name not in self._stays and self._last.get(name) is cut
+
+    def _compute(self, node: fx.Node, cut: Cut, over: Collection[str], pools: Pools) -> None:
+        """Take what an operator needs. `over` is what it is the last to read."""
+        made = _made(node)
+        if borrowed := scratch(node, cut.runner):
+            pools.add(BORROWED, borrowed, cut.runner)
+        if cut.runner is Runner.ORT and _packet(node) in IN_PLACE and self._is_over(node.name, cut):
+            donor = next((name for name in over if pools.size_in_ort(name) == _bytes(node)), None)
+            if donor is not None:
+                pools.replace(donor, node.name)
+                return
+        for item in made:
+            pools.add(item.name, _bytes(item), cut.runner)
 
 
-class _Live:
-    """What is alive, by pool: names of values that own memory, and their bytes."""
-
-    def __init__(self) -> None:
-        self._pools: dict[Runner, dict[str, int]] = {runner: {} for runner in Runner}
-        self._bytes = dict.fromkeys(Runner, 0)
-
-    def __iter__(self) -> Iterator[str]:
-        return chain.from_iterable(self._pools.values())
-
-    def add(self, name: str, size: int, pool: Runner) -> None:
-        """A value comes into being."""
-        self._pools[pool][name] = size
-        self._bytes[pool] += size
-
-    def drop(self, names: Iterable[str]) -> None:
-        """Values are let go, where they are here."""
-        for pool, name in product(Runner, names):
-            self._bytes[pool] -= self._pools[pool].pop(name, 0)
-
-    def moment(self, pool: Runner) -> Moment:
-        """How it is now."""
-        return Moment(pool, dict(self._pools[pool]), self._bytes[pool])
-
-    def bytes(self, pool: Runner) -> int:
-        """How much it is now."""
-        return self._bytes[pool]
+def _stage(phase: str, pools: Pools) -> Stage:
+    return Stage(phase, pools.live, pools.in_ort, pools.held)
 
 
-def _moments(
-    module: fx.GraphModule, live: _Live, cuts: list[Cut], names: Mapping[str, str], lasting: Collection[str]
-) -> Iterator[Moment]:
-    """The highest moment of each segment. `live` is what is alive before and, when all was taken, afterwards; `names`
-    tells for inputs which of it they are, `lasting` what stays although nobody here reads it."""
-
-    def memory(node: fx.Node) -> str:
-        own = owner(node).name
-        return names.get(own, own)
-
-    stays = {memory(node) for node in returned(module.graph) if isinstance(node, fx.Node)} | set(lasting)
-    last = {memory(item): cut for cut in cuts for node in cut.nodes for item in _read(node)}
-    live.drop([own for own in live if own not in last and own not in stays])
-    for cut in cuts:
-        reader = {memory(item): node for node in cut.nodes for item in _read(node)}
-        given = set(live) if cut.runner is Runner.ORT else set()
-        highest = live.moment(cut.runner)
-        for node in cut.nodes:
-            for made in _made(node):
-                live.add(made.name, _bytes(made), cut.runner)
-            if live.bytes(cut.runner) > highest.bytes:
-                highest = live.moment(cut.runner)
-            over = {memory(item) for item in [*_read(node), *_made(node)]} - stays - given
-            live.drop([own for own in over if last.get(own, cut) is cut and reader.get(own, node) is node])
-        live.drop([own for own in given if last.get(own) is cut and own not in stays])
-        yield highest
+def _packet(node: fx.Node) -> object:
+    return getattr(node.target, "overloadpacket", None)
 
 
 def _read(node: fx.Node) -> Iterable[fx.Node]:
     return (item for item in node.all_input_nodes if not is_size(item))
 
 
-def _made(node: fx.Node) -> Iterable[fx.Node]:
+def _made(node: fx.Node) -> list[fx.Node]:
     """The values that a node computes into memory of their own."""
     return [] if is_view(node) or is_part(node) or writes(node) else tensors_of(node)
 

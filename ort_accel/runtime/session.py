@@ -56,6 +56,9 @@ class SessionSettings:
         # Planned blocks, each as large as all temporaries of a segment, fit badly into a pool that all segments share.
         # On a CUDA device one block for all saves the host's time, which is what small kernels wait for.
         options.enable_mem_pattern = self.place.is_cuda
+        # A plan that lets one value after the other have the same memory holds it in between, too: with it a Llama of
+        # four layers at memory.level 1 took 195 MiB for a step, and 156 where the pool hands memory out anew.
+        options.enable_mem_reuse = self.place.is_cuda
         # One pool of memory for all sessions of the process, instead of one for each segment.
         options.add_session_config_entry("session.use_env_allocators", "1")
         # NaN and infinities must come out as eager gives them; denormals too.

@@ -33,11 +33,34 @@ def test_every_way_makes_the_same_step_and_says_what_it_takes(script):
     assert ours.loss == pytest.approx(eager.loss, rel=1e-4)
     assert eager.before == ours.before > 0
     assert ours.predicted <= ours.budget
+    assert ours.in_use > 0
     assert "predicted" in script._line(ways[2].name, ours)
     assert "predicted" not in script._line(ways[0].name, eager)
+    said = list(script.compared({"eager": eager, ways[1].name: replace(checkpointing, in_use=2**40), "ours": ours}))
+    assert len(said) == 2
+    assert said[0].startswith("within the peak of eager with checkpointing")
 
 
 def test_a_budget_that_cannot_be_kept_is_shown_as_such(script):
     workload = replace(script.CASES["small"], **script.SMALLER)
     way = script.Way("ort_accel, budget 0.1", {"budget": 0.1})
     assert "the smallest budget that can be kept" in script._line(way.name, script.measure(way, workload, 1, 1))
+
+
+def test_the_largest_batch_takes_no_more_than_eager_does(script, monkeypatch):
+    bench = script.Bench(replace(script.CASES["small"], batch=8), 1, 1)
+    monkeypatch.setattr(bench, "_alone", lambda way, workload, steps: script.Figures(in_use=5 + 10 * workload.batch))
+    bench.found = {"eager": script.Figures(in_use=299), "ours": script.Figures(in_use=85)}
+    bench.find_largest(script.Way("ours"))
+    assert bench.largest == {"ours": 29}
+
+
+def test_a_budget_below_a_refused_one_is_not_tried(script, monkeypatch):
+    bench = script.Bench(script.CASES["small"], 1, 1)
+    tried = []
+    refused = script.Figures(refused="the smallest budget that can be kept is 0.7")
+    monkeypatch.setattr(bench, "_alone", lambda way, *_: tried.append(way.budget) or refused)
+    for share in (0.6, 0.5):
+        bench.run(script.Way(f"budget {share}", {"budget": share}))
+    assert tried == [0.6]
+    assert bench.found["budget 0.5"] is refused

@@ -59,7 +59,12 @@ MEMORY = {
     "symbols": {"batch": 4},
     "frontier": [
         {"bytes": 8 * 2**20, "resident": 2**20, "cost_ms": 0.0},
+        {"bytes": 6 * 2**20, "resident": 2**20, "cost_ms": 0.20},
         {"bytes": 5 * 2**20, "resident": 2**20, "cost_ms": 0.26},
+    ],
+    "stages": [
+        {"phase": phase, "amounts": {"parameters": 2**20, "kept: layer 1": one * 2**20, "kept: layer 2": two * 2**20}}
+        for phase, one, two in (("forward", 1, 0), ("forward", 1, 2), ("backward", 1, 3), ("optimizer", 0, 0))
     ],
     "plans": [
         {"cluster": "Gelu+", "kind": 1, "requested": 1, "applied": 1, "frequency": 2, "saving": 2_000,
@@ -158,11 +163,35 @@ def test_memory_is_shown_by_what_is_kept_and_by_its_plans():
     ]
 
 
-def test_the_peak_is_shown_as_predicted_for_each_choice_and_as_measured():
+def measured_report(in_use=4 * 2**20):
     report = full_report()
-    report.measured_peak = MeasuredPeak(step=2, held=2**20, bytes=6 * 2**20)
-    plot = page_of(report).plots["The peak of a step, as predicted for each choice that was tried"]
-    assert {"graph 0, 0.3 ms computed again", "5.0 MiB", "measured in step 2", "7.0 MiB"} <= set(plot.words)
+    report.measured_peak = MeasuredPeak(step=2, held=2**20, bytes=6 * 2**20, in_use=in_use)
+    return report
+
+
+def test_the_peak_is_shown_as_predicted_and_as_measured():
+    plot = page_of(measured_report()).plots["The peak of a step, as predicted and as measured"]
+    assert [word for word in plot.words if word.endswith(" MiB")] == ["8.0 MiB", "5.0 MiB", "5.0 MiB", "7.0 MiB"]
+    assert {"measured in step 2, in use", "measured in step 2, resident"} <= set(plot.words)
+    assert len(page_of(measured_report(None)).plots[plot.label].bars) == len(plot.bars) - 2
+
+
+def test_a_step_is_drawn_by_what_its_memory_is_for_with_the_measured_peak_as_a_line():
+    html = html_report({**measured_report().to_dict(), "memory": [MEMORY]})
+    [plot] = [plot for label, plot in read(html).plots.items() if "memory over a step" in label]
+    bottom, _, top = plot.points
+    low, high = max(y for _, y in bottom), min(y for _, y in bottom)
+    assert min(y for _, y in top) == pytest.approx(low - 5 * (low - high), abs=0.2)
+    assert {"backward", "optimizer", "measured, in use", "measured, resident"} <= set(plot.words)
+    assert html.count("</svg>kept</span>") == 1, "layers have one entry in the key"
+
+
+def test_the_frontier_is_drawn_over_what_computing_again_costs():
+    plot = page_of(measured_report()).plots["The peak of a step, as predicted for each choice that was tried"]
+    [points] = plot.points
+    assert [x for x, _ in points] == sorted(x for x, _ in points)
+    assert [y for _, y in points] == sorted(y for _, y in points), "further down on the page is less"
+    assert "ms computed again in a step, estimated" in plot.words
 
 
 def test_what_was_timed_is_shown_with_the_choice_and_that_which_costs_most_first():

@@ -1,16 +1,21 @@
 """A budget: the peak of a step stays within it, the less of it the more is computed again, and no gradient changes."""
 
+from functools import cache
+from itertools import pairwise
+
 import pytest
 
 from ort_accel.errors import OrtAccelError
+from ort_accel.recompute import budget, optimizer
 from tests.recompute.models import NAMES, assert_same_bits, one_step, plain
 
 ROWS = 16
 """Enough that what is kept for the backward outweighs the parameters."""
 
 
-def within(name, budget):
-    return one_step(name, {"budget": budget}, ROWS)
+@cache
+def within(name, limit):
+    return one_step(name, {"budget": limit}, ROWS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -23,17 +28,23 @@ def test_a_budget_is_kept_and_changes_no_bit(name):
     assert memory.stash < memory.stash_without
 
 
-def test_a_smaller_budget_contains_the_choice_of_a_larger_one():
-    before, sizes = set(), []
-    for budget in (1.0, 0.9, 0.8, 0.7):
-        memory = within("gpt2", budget)[1]
-        now = {(row.cluster, number) for row in memory.plans for number in range(row.applied)}
-        assert before <= now
-        before = now
-        sizes.append(memory.frontier[-1].bytes)
-        assert [peak.cost_ms for peak in memory.frontier] == sorted(peak.cost_ms for peak in memory.frontier)
-    assert sizes == sorted(sizes, reverse=True)
-    assert len(set(sizes)) > 2
+def test_a_smaller_budget_contains_the_choice_of_a_larger_one(monkeypatch):
+    seen = []
+
+    def noted(share, sequence):
+        seen.append(budget.within(share, sequence))
+        return seen[-1]
+
+    monkeypatch.setattr(optimizer, "within", noted)
+    memory = one_step("gpt2", {"budget": 0.7}, ROWS)[1]
+    [sequence] = seen
+    assert [choice.step.peak for choice in sequence] == [peak.bytes for peak in memory.frontier]
+    chosen = [budget.within(share / 100, iter(sequence))[-1] for share in range(100, 69, -5)]
+    for larger, smaller in pairwise(chosen):
+        assert larger.nodes <= smaller.nodes
+        assert larger.cost <= smaller.cost
+        assert smaller.step.peak <= larger.step.peak
+    assert len({choice.step.peak for choice in chosen}) > 2
 
 
 def test_a_budget_that_holds_everything_computes_nothing_again():
@@ -46,11 +57,11 @@ def test_what_cannot_be_kept_is_an_error_that_says_what_can():
     with pytest.raises(OrtAccelError, match="the smallest budget that can be kept is") as error:
         within("bert", 0.1)
     smallest = float(str(error.value).partition("can be kept is ")[2].partition(";")[0])
-    assert within("bert", smallest)[1].frontier[-1].bytes <= smallest * within("bert", 1.0)[1].frontier[0].bytes
+    assert within("bert", smallest)[1].frontier[-1].bytes <= smallest * within("bert", "1GiB")[1].frontier[0].bytes
 
 
 def test_parameters_and_optimizer_states_are_in_the_account():
-    memory = within("bert", 1.0)[1]
+    memory = within("bert", "1GiB")[1]
     peak = memory.frontier[0]
     assert peak.bytes - peak.resident > memory.stash
     assert peak.resident > 3 * 4 * 32 * 64, "the word embedding alone with its two moments"

@@ -43,3 +43,8 @@ class Memory(Section):
     """Let ONNX Runtime take GPU memory from PyTorch's allocator, so that both share one pool (cuda only). `auto` does
     so while PyTorch computes on the device's default stream, unless `engine.provider_options` limits a pool of ONNX
     Runtime's own."""
+
+    @property
+    def frugal(self) -> bool:
+        """Whether less memory is worth a little time."""
+        return self.budget is not None or self.level in (1, 2)

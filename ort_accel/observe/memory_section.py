@@ -1,0 +1,94 @@
+"""The part of the report's page on memory: the stash, the step, the frontier, and all plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ort_accel.observe.charts import bar_chart, line_chart, stacked_chart
+from ort_accel.observe.feature_table import WORDS
+from ort_accel.observe.memory_plots import (
+    AGAIN,
+    FRONTIER,
+    MIB,
+    PEAK,
+    SEGMENT,
+    STEP,
+    Data,
+    beginnings,
+    foreseen,
+    frontier,
+    layers,
+    measured,
+)
+from ort_accel.observe.page import Content, Markup, folded, joined, table, tag
+from ort_accel.reporting import State
+
+
+def memory_section(data: Data) -> Markup | None:
+    """The section; None where no graph has a backward."""
+    graphs = data.get("memory", ())
+    if not graphs:
+        return None
+    bars = [
+        (f"{item['graph']}, {words}", {"": item[key] / MIB}, f"{item[key] / MIB:,.1f} MiB")
+        for item in graphs
+        for key, words in (("stash_without", "without recomputation"), ("stash", "as it is"))
+    ]
+    kept = bar_chart("What the forward keeps for the backward", bars)
+    return joined(kept, _peaks(data), _steps(data), _frontier(data), map(_recomputed, graphs))
+
+
+def _steps(data: Data) -> Iterator[Markup]:
+    for graph in foreseen(data):
+        marks = [*beginnings(graph), *measured(data)]
+        caption = STEP.format(graph=graph["graph"])
+        yield stacked_chart(caption, range(len(graph["stages"])), layers(graph), SEGMENT, PEAK, marks)
+
+
+def _frontier(data: Data) -> Content:
+    """The peak of a step for each choice of what is computed again, over what that costs."""
+    lines = frontier(data)
+    return line_chart(FRONTIER, lines, AGAIN, PEAK, marks=measured(data), whole=False) if lines else ""
+
+
+def _peaks(data: Data) -> Content:
+    """The peak of a step as predicted, without recomputation and as it is, and as measured."""
+    bars = []
+    for item in foreseen(data):
+        for peak in item["frontier"][:1] + item["frontier"][1:][-1:]:
+            label = f"{item['graph']}, {peak['cost_ms']:.1f} ms computed again"
+            bars.append(_bar(label, peak["resident"], peak["bytes"] - peak["resident"]))
+    found = data.get("measured_peak")
+    if found:
+        for key, words in (("in_use", "in use"), ("bytes", "resident")):
+            if found[key] is not None:
+                bars.append(_bar(f"measured in step {found['step']}, {words}", found["held"], found[key]))
+    return bar_chart("The peak of a step, as predicted and as measured", bars) if bars else ""
+
+
+def _bar(label: str, before: int, own: int) -> tuple[str, Mapping[str, float], str]:
+    parts = {"there before": before / MIB, "of the step": own / MIB}
+    return label, parts, f"{sum(parts.values()):,.1f} MiB"
+
+
+def _recomputed(item: Data) -> Markup:
+    """What one pair of graphs computes again, and what it could."""
+    plans = item["plans"]
+    sizes = ", ".join(f"{name} = {size}" for name, size in item["symbols"].items())
+    said = f"{item['repeated']} operators are computed again, which takes about {item['cost_ms']:.1f} ms a step."
+    listing = table(
+        ("", "cluster", "type", "applied", "saving, bytes", "cost, ms", "saving, symbolic"), map(_plan, plans), (4, 5)
+    )
+    return joined(
+        tag("h3", f"{item['graph']}, level {item['level']}, {item['layers']} layers found"),
+        tag("p", said, f" Sizes: {sizes}." if sizes else ""),
+        folded(f"{len(plans)} plans, the largest saving first", listing) if plans else "",
+    )
+
+
+def _plan(row: Data) -> tuple[Content, ...]:
+    state = State.APPLIED if row["applied"] else State.OFF
+    word = tag("span", WORDS[state], class_=state.value)
+    places = f"{row['applied']} of {row['frequency']}"
+    cost = f"{row['cost_ms']:.2f}"
+    return word, row["cluster"], str(row["kind"]), places, f"{row['saving']:,}", cost, row["symbolic"]

@@ -1,0 +1,86 @@
+"""What operators take for themselves while they run, where that is as large as their results.
+
+ONNX Runtime's `Where` makes two values of the size of its result before it joins them, and `ScatterElements` copies
+what it writes into. PyTorch's kernels for the CPU take little; but attention over rows with dropout makes its products
+one after the other (`lowering/row_attention.py`), and holds several of the size of all pairs at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ort_accel.lowering.fuse.cross_entropy import JOINED
+from ort_accel.lowering.nodes import fakes_in
+from ort_accel.lowering.row_operators import own
+from ort_accel.lowering.sizes import hinted_elements
+from ort_accel.recompute.graph import hinted_bytes
+from ort_accel.reporting import Runner
+
+aten = torch.ops.aten
+
+_FORWARD, _BACKWARD = own.scaled_dot_product_of_rows, own.scaled_dot_product_of_rows_backward
+
+RESULTS = {
+    aten.native_dropout_backward: 2,
+    aten.where: 2,
+    aten.masked_fill: 2,
+    aten._safe_softmax: 2,
+    JOINED.overloadpacket: 1,
+}
+"""How many times its result an operator takes in ONNX Runtime, beside it."""
+
+
+def scratch(node: fx.Node, runner: Runner) -> int:
+    """Bytes beside what the operator reads and gives."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if runner is Runner.ORT:
+        return RESULTS.get(packet, 0) * sum(map(hinted_bytes, fakes_in(node.meta["val"])))
+    if packet is _FORWARD:
+        query, key, value, *_, kept = _values(node)[:8]
+        return _attention(query, key, value, kept)
+    if packet is _BACKWARD:
+        grad, query, key, value, *_, kept = _values(node)[:11]
+        return _attention_backward(grad, query, key, value, kept)
+    return 0
+
+
+def _values(node: fx.Node) -> list[Any]:
+    return [item.meta["val"] if isinstance(item, fx.Node) else item for item in node.args]
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kept: torch.Tensor | None) -> int:
+    """Scaled queries and keys and values, scores and weights, and the mask turned round; without dropout one result."""
+    if kept is None:
+        return _wide(query)
+    cast = 0 if _is_wide(query) else _wide(key) + _wide(query)
+    return _wide(query) + 2 * _wide(value) + cast + _mask(kept) + 2 * _pairs(kept)
+
+
+def _attention_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kept: torch.Tensor | None
+) -> int:
+    """As forward; weights, their change and its softmax at once, and without dropout the three results of a kernel."""
+    if kept is None:
+        return _wide(query) + _wide(key) + _wide(value)
+    cast = 0 if _is_wide(query) else _wide(grad) + _wide(query) + 2 * _wide(key) + _wide(value)
+    return _wide(query) + _wide(value) + _wide(grad) + cast + _mask(kept) + 3 * _pairs(kept)
+
+
+def _is_wide(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.itemsize >= torch.float32.itemsize
+
+
+def _wide(tensor: torch.Tensor) -> int:
+    """Bytes in the type that products are made in."""
+    return hinted_elements(tensor) * max(tensor.dtype.itemsize, torch.float32.itemsize)
+
+
+def _mask(kept: torch.Tensor) -> int:
+    return hinted_elements(kept)
+
+
+def _pairs(kept: torch.Tensor) -> int:
+    return hinted_elements(kept) * torch.float32.itemsize

@@ -1,0 +1,57 @@
+"""The predicted peak is that of the allocators: what ONNX Runtime's pool holds after a step, and PyTorch's."""
+
+import pytest
+import torch
+
+import ort_accel
+from ort_accel.observe.process_memory import in_use, resident, return_large_blocks
+from ort_accel.recompute import optimizer
+from ort_accel.runtime.pool import release_unused
+from tests.against_eager import step
+from tests.recompute.models import accelerated, model_and_batch
+
+ROWS = 64
+"""Enough that ONNX Runtime's pool holds megabytes."""
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_the_pool_holds_what_was_predicted(name, monkeypatch):
+    seen = []
+
+    def noted(*how):
+        seen.append(timeline(*how))
+        return seen[-1]
+
+    timeline = optimizer.timeline
+    monkeypatch.setattr(optimizer, "timeline", noted)
+    model = accelerated(name, {"level": 0}, observe={"log_level": "error", "memory_stats": True})
+    release_unused()
+    step(model, **model_and_batch(name, ROWS)[1])
+    model.zero_grad()
+    held = in_use()
+    release_unused()
+    assert held - in_use() == pytest.approx(seen[-1].stages[0].held, rel=0.1)
+    [memory] = ort_accel.report(model).memory.values()
+    totals = [sum(stage.amounts.values()) for stage in memory.stages]
+    assert max(totals) == memory.frontier[-1].bytes == seen[-1].peak
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    assert memory.stages[-1].amounts["gradients"] == parameters
+    assert memory.stages[-1].amounts["optimizer states"] == 2 * parameters
+
+
+def test_a_level_leaves_nothing_unused_in_the_pool_behind_the_backward():
+    model = accelerated("llama", {"level": 1})
+    step(model, **model_and_batch("llama", ROWS)[1])
+    held = in_use()
+    release_unused()
+    assert held - in_use() < 2**16
+
+
+def test_large_blocks_go_back_at_once_under_a_budget():
+    if not return_large_blocks():
+        pytest.skip("this C library cannot be told")
+    blocks = [torch.ones(2**20) for _ in range(8)]
+    last, before = torch.ones(2**10), resident()
+    del blocks
+    assert before - resident() > 0.9 * 8 * 2**22
+    assert last.sum() == 2**10
