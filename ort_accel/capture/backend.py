@@ -17,7 +17,6 @@ from ort_accel.capture.choice import chosen_runtime, opset, session_settings, tu
 from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features, refuse_missing
 from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
-from ort_accel.capture.gradients import gradients_of
 from ort_accel.capture.placement import place_for
 from ort_accel.capture.randomness import split_dropout
 from ort_accel.capture.refusals import refuse_forbidden, refuse_moved
@@ -34,6 +33,7 @@ from ort_accel.observe.logs import configure, speaks
 from ort_accel.observe.memory_watch import MemoryWatch
 from ort_accel.observe.progress import Progress
 from ort_accel.observe.report_file import ReportFile
+from ort_accel.recompute.gradients import gradients_of
 from ort_accel.recompute.optimizer import Recompute
 from ort_accel.recompute.partition import Pair
 from ort_accel.reporting import Report
@@ -87,7 +87,8 @@ class Backend:
         )
         self.skipping = SkippingPolicy(config, self.report)
         cutter = partial(foreseen, lowering=self.lowering)
-        self.recompute = Recompute(config.memory, report, cutter, predicts=config.observe.memory_stats)
+        steps_early = self.lowering.leaves is not None and config.optimizer.step_in_backward
+        self.recompute = Recompute(config.memory, report, cutter, config.observe.memory_stats, steps_early)
         self._graphs = 0
         self._is_broken = False
         self.report_file = self._report_file()

@@ -79,29 +79,27 @@ def lower_graph(
             trial = replace(lowering, sessions=lowering.sessions.without_trace(), failed=_fail)
             make = partial(_trial, module, trial, name, bound)
             assignment = lowering.tuner.choose(module, name, assignment, make)
-    cuts = _cuts(module.graph, assignment, lowering)
-    if gradients:
-        cuts = split(cuts, module.graph, assignment.free, gradients)
+    cuts = _cuts(module.graph, assignment, lowering, gradients)
     with lowering.report.timed("build sessions", name):
         program = _Assembly(module, lowering, name, bound, assignment, cuts).program(casts, gradients)
     _record(cuts, assignment, lowering.report, name)
     return program
 
 
-def _cuts(graph: fx.Graph, assignment: Assignment, lowering: Lowering) -> list[Cut]:
+def _cuts(graph: fx.Graph, assignment: Assignment, lowering: Lowering, gradients: Gradients = ()) -> list[Cut]:
     cuts = cut(graph, assignment)
-    if not lowering.for_speed:
-        return cuts
-    merged = merge_islands(cuts)
-    assignment.refusals.update((node, Refusal(Reason.SMALL)) for node in merged.given_up)
-    return merged.cuts
+    if lowering.for_speed:
+        merged = merge_islands(cuts)
+        assignment.refusals.update((node, Refusal(Reason.SMALL)) for node in merged.given_up)
+        cuts = merged.cuts
+    return split(cuts, graph, assignment.free, gradients) if gradients else cuts
 
 
-def foreseen(module: fx.GraphModule, lowering: Lowering) -> list[Cut]:
+def foreseen(module: fx.GraphModule, gradients: Gradients, lowering: Lowering) -> list[Cut]:
     """The segments that a graph would be cut into, without measuring anything. The graph is rewritten on the way."""
     if lowering.fusions:
         fuse(module.graph, Report())
-    return _cuts(module.graph, assign(module.graph, lowering.assigner.refusal), lowering)
+    return _cuts(module.graph, assign(module.graph, lowering.assigner.refusal), lowering, gradients)
 
 
 def _trial(

@@ -36,10 +36,13 @@ NO_LAYERS = (
 class Recompute:
     """`memory:` at work for one model."""
 
-    def __init__(self, memory: Memory, report: Report, cutter: Cutter, predicts: bool = False) -> None:
+    def __init__(
+        self, memory: Memory, report: Report, cutter: Cutter, predicts: bool = False, steps_early: bool = False
+    ) -> None:
         """`cutter` tells how graphs will be cut into segments. `predicts` asks for the peak of a step in the report,
-        which takes a while; with a budget it is there anyway."""
-        self._memory, self._report, self._cutter = memory, report, cutter
+        which takes a while; with a budget it is there anyway. `steps_early` says that the optimizer uses gradients up
+        within the backward."""
+        self._memory, self._report, self._cutter, self._steps_early = memory, report, cutter, steps_early
         self._predicts = predicts or memory.budget is not None
         self._plans = _plans(memory)
 
@@ -48,7 +51,8 @@ class Recompute:
 
         def foresee(nodes: Collection[fx.Node]) -> Timeline:
             forward, backward = rehearsed(joint, inputs, nodes, **how)
-            return timeline(forward, backward, how["num_fwd_outputs"], self._cutter, self._memory.frugal)
+            wanted, frugal = how["num_fwd_outputs"], self._memory.frugal
+            return timeline(forward, backward, wanted, self._cutter, frugal, self._steps_early)
 
         chosen = self.choose(joint.graph, graph, foresee)
         divided = partition(joint, inputs, chosen, **how)

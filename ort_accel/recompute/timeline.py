@@ -17,15 +17,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
+from ort_accel.lowering.early_gradients import Gradients
 from ort_accel.lowering.nodes import fakes_in, is_part, is_size, is_view, returned, tensors_of, writes
 from ort_accel.lowering.segments import Cut
+from ort_accel.recompute.gradients import gradients_of
 from ort_accel.recompute.graph import hinted_bytes, is_tensor, owner
 from ort_accel.recompute.pools import BORROWED, Moment, Pools
 from ort_accel.recompute.scratch import scratch
 from ort_accel.reporting import Runner
 
-Cutter = Callable[[fx.GraphModule], list[Cut]]
-"""Tells into which segments a graph would be cut. It may change the graph that it is given."""
+Cutter = Callable[[fx.GraphModule, Gradients], list[Cut]]
+"""Tells into which segments a graph would be cut, so that these gradients can leave it early. It may change the graph
+that it is given."""
 
 STATES = 2
 """Values that an optimizer keeps for each parameter. Nothing knows the optimizer yet; Adam keeps two moments."""
@@ -81,16 +84,23 @@ class Timeline:
 
 
 def timeline(
-    forward: fx.GraphModule, backward: fx.GraphModule, wanted: int, cutter: Cutter, shrinks: bool = False
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    wanted: int,
+    cutter: Cutter,
+    shrinks: bool = False,
+    steps_early: bool = False,
 ) -> Timeline:
     """A step of these graphs, which are changed. Of what the forward gives, the first `wanted` outputs are the caller's
     and stay; the others are kept for the backward. `shrinks` says that ONNX Runtime's pool gives back, behind the
-    backward, what it does not use; otherwise every step begins with all that it ever held."""
+    backward, what it does not use; otherwise every step begins with all that it ever held. `steps_early` says that
+    gradients are used up as soon as the segment that makes them has run."""
     given = forward.graph.find_nodes(op="placeholder")
     trained = [node for node, slope in zip(given, returned(backward.graph), strict=False) if slope is not None]
+    gradients = gradients_of(forward, backward, wanted) if steps_early else ()
     pools = Pools()
     step = Timeline(sum(map(_bytes, given)), STATES * sum(map(_bytes, trained)))
-    step.stages += _Half(forward, {}, set()).stages("forward", pools, cutter(forward))
+    step.stages += _Half(forward, {}, set()).stages("forward", pools, cutter(forward, ()))
     results = returned(forward.graph)
     kept = {node.name: owner(node).name for node in results if isinstance(node, fx.Node)}
     lasting = {kept[node.name] for node in results[:wanted] if isinstance(node, fx.Node)}
@@ -99,8 +109,8 @@ def timeline(
     for tangent in backward.graph.find_nodes(op="placeholder"):
         if is_tensor(tangent) and tangent.name not in there:
             pools.add(tangent.name, _bytes(tangent), Runner.PYTORCH)
-    second = _Half(backward, kept, lasting)
-    step.stages += second.stages("backward", pools, cutter(backward))
+    second = _Half(backward, kept, lasting, gradients)
+    step.stages += second.stages("backward", pools, cutter(backward, gradients))
     step.gradients = frozenset(second.memory(node) for node in returned(backward.graph) if isinstance(node, fx.Node))
     if shrinks:
         pools.shrink()
@@ -117,10 +127,17 @@ def timeline(
 class _Half:
     """The forward or the backward of a step."""
 
-    def __init__(self, module: fx.GraphModule, names: Mapping[str, str], lasting: Collection[str]) -> None:
-        """`names` tells for inputs which value they are, `lasting` what stays although nobody here reads it."""
+    def __init__(
+        self, module: fx.GraphModule, names: Mapping[str, str], lasting: Collection[str], gradients: Gradients = ()
+    ) -> None:
+        """`names` tells for inputs which value they are, `lasting` what stays although nobody here reads it,
+        `gradients` which outputs leave as soon as the segment that makes them has run."""
         self._names = names
-        self._stays = {self.memory(node) for node in returned(module.graph) if isinstance(node, fx.Node)} | set(lasting)
+        results = returned(module.graph)
+        early = [node for node, source in zip(results, gradients, strict=False) if source is not None]
+        self._leaving = {self.memory(node) for node in early if isinstance(node, fx.Node)}
+        self._stays = {self.memory(node) for node in results if isinstance(node, fx.Node)} - self._leaving
+        self._stays |= set(lasting)
         self._last: dict[str, Cut] = {}
 
     def memory(self, node: fx.Node) -> str:
@@ -130,7 +147,9 @@ class _Half:
 
     def stages(self, phase: str, pools: Pools, cuts: list[Cut]) -> Iterator[Stage]:
         """The highest moment of each segment. The pools have what is alive before and, when all was taken, after it."""
-        self._last = {self.memory(item): cut for cut in cuts for node in cut.nodes for item in _read(node)}
+        made = {item.name: cut for cut in cuts for node in cut.nodes for item in _made(node)}
+        self._last = {name: made[name] for name in self._leaving if name in made}
+        self._last |= {self.memory(item): cut for cut in cuts for node in cut.nodes for item in _read(node)}
         pools.drop([name for name in pools if self._is_over(name)])
         for cut in cuts:
             reader = {self.memory(item): node for node in cut.nodes for item in _read(node)}
@@ -145,19 +164,23 @@ class _Half:
                 if pools.bytes > most:
                     highest, most = _stage(phase, pools), pools.bytes
                 pools.drop([BORROWED, *over, *(item.name for item in _made(node) if self._is_over(item.name))])
-            pools.drop([name for name in given if self._is_over(name, cut)])
+            pools.drop([name for name in given | self._leaving if self._is_over(name, cut)])
             yield highest
 
     def _is_over(self, name: str, cut: Cut | None = None) -> bool:
         """Whether a value is read for the last time in a segment; without one, whether it is read nowhere."""
         return name not in self._stays and self._last.get(name) is cut
 
+    def _is_inner(self, name: str, cut: Cut) -> bool:
+        """Whether a value begins and ends within a segment."""
+        return self._is_over(name, cut) and name not in self._leaving
+
     def _compute(self, node: fx.Node, cut: Cut, over: Collection[str], pools: Pools) -> None:
         """Take what an operator needs. `over` is what it is the last to read."""
         made = _made(node)
         if borrowed := scratch(node, cut.runner):
             pools.add(BORROWED, borrowed, cut.runner)
-        if cut.runner is Runner.ORT and _packet(node) in IN_PLACE and self._is_over(node.name, cut):
+        if cut.runner is Runner.ORT and _packet(node) in IN_PLACE and self._is_inner(node.name, cut):
             donor = next((name for name in over if pools.size_in_ort(name) == _bytes(node)), None)
             if donor is not None:
                 pools.replace(donor, node.name)

@@ -39,6 +39,18 @@ def test_the_pool_holds_what_was_predicted(name, monkeypatch):
     assert memory.stages[-1].amounts["optimizer states"] == 2 * parameters
 
 
+def test_gradients_that_are_used_up_within_the_backward_are_never_there_together():
+    early = {"level": 0, "early_gradient_release": True}
+    optimizer = {"name": "adamw_ort_fused", "step_in_backward": True}
+    model = accelerated("llama", early, optimizer=optimizer, observe={"log_level": "error", "memory_stats": True})
+    step(model, **model_and_batch("llama", ROWS)[1])
+    [memory] = ort_accel.report(model).memory.values()
+    gradients = [stage.amounts["gradients"] for stage in memory.stages]
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    assert 0 < max(gradients) < parameters / 2
+    assert gradients[-1] == 0
+
+
 def test_a_level_leaves_nothing_unused_in_the_pool_behind_the_backward():
     model = accelerated("llama", {"level": 1})
     step(model, **model_and_batch("llama", ROWS)[1])
