@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+PATHS = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "startup")])
+"""Where processes that tests start find modules, and what they load first."""
 GRACE = 20.0
 """Seconds that the others have once a process has failed."""
 
@@ -27,7 +29,7 @@ def run_ranks(module, *arguments, ranks=2, timeout=200.0, **variables):
     threads.
     """
     common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    common |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **variables}
+    common |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": PATHS, **variables}
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, str(rank)) for rank in range(ranks)]
         processes = []

@@ -13,12 +13,12 @@ from accelerate.test_utils import path_in_accelerate_package
 import ort_accel
 from ort_accel.hf import ORTAccelCallback
 from tests.cli.scripts.with_trainer import train
+from tests.ranks import PATHS
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 LOOP, TRAINER = str(SCRIPTS / "loop.py"), str(SCRIPTS / "with_trainer.py")
 LAUNCH = ["-m", "ort_accel", "launch"]
-PATHS = os.pathsep.join([str(ROOT), str(Path(__file__).parent / "startup")])
 FROM_TWO = {"rel": 1e-6, "abs": 1e-6}
 """Two halves of a sum are added in another order than the whole."""
 

@@ -8,7 +8,6 @@ import warnings
 from pathlib import Path
 from unittest import mock
 
-import deepspeed
 import torch
 from safetensors.torch import load_file
 
@@ -108,7 +107,6 @@ def compare(rank, folder):
 def main(rank, folder, phase):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and gloo is enough
     if phase == "alone first":
         seen = begin(rank, folder, 3)
     elif phase == "together":

@@ -254,7 +254,6 @@ def refusals(rank):
 def main(rank, folder):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of torch about deepspeed, once a call
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and gloo is enough
     deepspeed.init_distributed("gloo")
     seen = {name: stage_3(name, rank) for name in MODELS}
     offloaded = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}

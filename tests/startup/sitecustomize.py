@@ -1,4 +1,4 @@
-"""Loaded first by launched processes: DeepSpeed's helper on CPUs would be compiled, for minutes, and gloo is enough."""
+"""Loaded first by processes that tests start: DeepSpeed would compile a helper, for minutes, and gloo is enough."""
 
 import sys
 from importlib.abc import MetaPathFinder
