@@ -31,6 +31,7 @@ from ort_accel.lowering.program import Program
 from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.logs import configure, speaks
 from ort_accel.observe.memory_watch import MemoryWatch
+from ort_accel.observe.process_memory import return_large_blocks
 from ort_accel.observe.progress import Progress
 from ort_accel.observe.report_file import ReportFile
 from ort_accel.recompute.gradients import gradients_of
@@ -157,6 +158,8 @@ class Backend:
         wished, frugal = self.config.observe.memory_stats, self.config.memory.frugal
         if not wished and not frugal:
             return None
+        if self.config.memory.budget is not None and not self.place.is_cuda:
+            return_large_blocks()
         prints = wished and speaks(self.config.observe.log_level)
         watch = MemoryWatch(self.report, release_unused, prints, frugal)
         finalize(self, watch.close)

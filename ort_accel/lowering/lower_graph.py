@@ -177,18 +177,20 @@ class _Assembly:
     ) -> list[Step]:
         """These steps, and between them those that hand gradients over and leave what has to be returned."""
         leaving = due(self._module.graph, gradients, self._free, steps, self._register.__getitem__)
+        tensors = sum(source is not None for source in gradients)
         all_steps: list[Step] = []
         for index, step in enumerate(steps):
             all_steps.append(step)
             if index not in leaving:
                 continue
             positions = leaving[index]
-            all_steps += self._view_step([node for node in map(results.__getitem__, positions) if node in self._free])
-            reads = [self._register[results[position]] for position in positions]
+            own = [results[position] for position in positions]
+            all_steps += self._view_step(own)
+            reads = [self._register[node] for node in own]
             for position in positions:
                 self._register[LEFT, position] = len(self._register)
             edges = [source.edge for source in map(gradients.__getitem__, positions) if source is not None]
-            run = partial(_hand_over, leaves, edges, sum(source is not None for source in gradients))
+            run = partial(_hand_over, leaves, edges, tensors)
             all_steps.append(Step(run, reads, [self._register[LEFT, position] for position in positions]))
         return all_steps
 

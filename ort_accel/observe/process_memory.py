@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -48,6 +49,7 @@ def return_free_memory() -> None:
         trim(0)
 
 
+@cache
 def _of_c_library(name: str) -> Any:
     """A function that only some C libraries have; None where this one has not."""
     with suppress(OSError, AttributeError, TypeError):  # Windows cannot look at what is loaded already

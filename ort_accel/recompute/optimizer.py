@@ -11,8 +11,6 @@ from torch import fx
 
 from ort_accel.config.plan_text import Plan, join_plans, read_plan_file
 from ort_accel.config.sections import Memory
-from ort_accel.lowering.nodes import fakes_in
-from ort_accel.observe.process_memory import return_large_blocks
 from ort_accel.recompute.account import account
 from ort_accel.recompute.budget import Foresee, choices, within
 from ort_accel.recompute.checkpoints import take_marks
@@ -71,8 +69,6 @@ class Recompute:
         taken += [place for wish in wishes for place in wish.places]
         steps: list[tuple[Collection[fx.Node], Timeline]] = []
         if self._memory.budget is not None:
-            if _is_on_cpu(joint):
-                return_large_blocks()
             always = marks.again.union(*(place.nodes for place in taken))
             free = [p for option in options if option.kind == RECOMPUTE for p in option.places if p not in taken]
             free = [place for place in free if not place.nodes & marks.borders]
@@ -152,11 +148,6 @@ def _rows(options: Sequence[Option], wishes: Sequence[Wish], taken: Iterable[Pla
         )
         for option in options
     ]
-
-
-def _is_on_cpu(joint: fx.Graph) -> bool:
-    inputs = joint.find_nodes(op="placeholder")
-    return all(fake.device.type == "cpu" for node in inputs for fake in fakes_in(node.meta.get("val")))
 
 
 def _symbols(joint: fx.Graph) -> dict[str, int]:
