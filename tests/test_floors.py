@@ -74,13 +74,10 @@ def test_a_room_imports_only_rooms_below(path):
 @pytest.mark.parametrize("module", ["ort_accel", "ort_accel.config", "ort_accel.hf", "ort_accel.cli.main"])
 def test_the_entrance_is_light(module):
     code = f"""
-import sys, time
-start = time.process_time()
+import sys
 import {module}
-spent = time.process_time() - start
 heavy = [name for name in ("torch", "onnxruntime", "transformers", "onnx") if name in sys.modules]
 assert not heavy, heavy
-assert spent < 0.5, spent
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HOUSE.parent)
     assert done.returncode == 0, done.stderr

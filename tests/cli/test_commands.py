@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 from typer.testing import CliRunner
@@ -39,18 +38,13 @@ def test_a_mistake_on_the_command_line_exits_with_2(arguments):
     assert runner.invoke(app, arguments).exit_code == 2
 
 
-def test_help_comes_fast_and_imports_no_engine():
+def test_help_imports_no_engine():
     code = (
         "import sys\nfrom ort_accel.cli.main import app\n"
         "try: app(['--help'])\nexcept SystemExit: pass\n"
         "sys.exit(bool({'torch', 'onnxruntime', 'onnx', 'transformers'} & set(sys.modules)))"
     )
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.6
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def test_the_module_is_the_command():
