@@ -14,6 +14,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from ort_accel.capture.activation import CompiledCall, ModelCall, OutsideLoss
 from ort_accel.capture.backend import Backend
 from ort_accel.capture.layers import LayeredCall, is_sharded, kinds_of, layers_of
+from ort_accel.capture.open_sizes import Foreseen
 from ort_accel.capture.placement import device_of
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
@@ -105,6 +106,13 @@ def config_of(model: nn.Module) -> Config | None:
 def runs_by_layers(model: nn.Module) -> bool:
     """Whether a model is accelerated layer by layer."""
     return isinstance(_call_of(model), LayeredCall)
+
+
+def foresee(model: nn.Module, sizes: Foreseen) -> None:
+    """Tell an accelerated model what is known about the batches to come, so that it compiles for them at once."""
+    call = _call_of(model)
+    if call is not None:
+        call.foresee(sizes)
 
 
 def recapture(model: nn.Module) -> None:

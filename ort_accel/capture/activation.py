@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,35 +14,10 @@ from torch.utils import _pytree as pytree
 from ort_accel.capture.backend import Backend
 from ort_accel.capture.checks import Checks
 from ort_accel.capture.dynamo import GraphBreaks, capturing, graph_breaks_in
+from ort_accel.capture.open_sizes import Foreseen, OpenSizes
+from ort_accel.capture.problem_type import settle_problem_type
 from ort_accel.capture.skipping import Mode
 from ort_accel.runtime.unread import UnreadTensor, read_all
-
-
-class OpenSizes:
-    """Which sizes of the inputs are kept open when something is compiled.
-
-    The first shapes are taken for fixed. From the second on, the first dimension of every input is open, since the last
-    batch is often a smaller one, and so is every dimension that was seen to change. Other sizes (of a picture, say)
-    stay fixed: graphs with everything open can take minutes to capture.
-    """
-
-    def __init__(self) -> None:
-        self._first: dict[tuple[int, ...], list[torch.Size]] = {}
-        self._open: dict[tuple[int, ...], list[set[int]]] = {}
-
-    def mark(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Mark what is open in the inputs of a call, for the capture that may follow."""
-        ranks = tuple(tensor.ndim for tensor in tensors)
-        if ranks not in self._first:
-            self._first[ranks] = [tensor.shape for tensor in tensors]
-        first_shapes = self._first[ranks]
-        if ranks not in self._open:
-            if all(tensor.shape == first for tensor, first in zip(tensors, first_shapes, strict=True)):
-                return
-            self._open[ranks] = [{0} if ndim else set() for ndim in ranks]
-        for tensor, first, dims in zip(tensors, first_shapes, self._open[ranks], strict=True):
-            dims.update(dim for dim in range(tensor.ndim) if tensor.shape[dim] != first[dim])
-            torch._dynamo.maybe_mark_dynamic(tensor, sorted(dims))
 
 
 def own_entry(call: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -66,7 +41,7 @@ class Compiled:
     def __init__(self, call: Callable[..., Any], name: str, backend: Backend) -> None:
         self._plain, self._name, self._backend = call, name, backend
         self._calls: dict[Mode | None, Callable[..., Any]] = {}
-        self._open_sizes = OpenSizes() if backend.config.engine.dynamic_shapes == "auto" else None
+        self._open_sizes = OpenSizes(backend.foreseen) if backend.config.engine.dynamic_shapes == "auto" else None
         self._breaks = GraphBreaks()
         self._checks = Checks(call, backend.report) if backend.config.engine.skip_checks else None
 
@@ -135,6 +110,10 @@ class ModelCall:
         """Call the model."""
         raise NotImplementedError
 
+    def foresee(self, sizes: Foreseen) -> None:
+        """Told of what is known about the batches to come, before the first one."""
+        self.backend.foreseen.add(sizes)
+
     @contextmanager
     def together_with(self, loss: OutsideLoss) -> Iterator[None]:  # noqa: ARG002
         """While this is entered, the next call computes this loss, too, where that can be."""
@@ -157,11 +136,15 @@ class CompiledCall(ModelCall):
         self._call = Compiled(model._call_impl, type(model).__name__, backend)
         self._loss: OutsideLoss | None = None
         self._joined: tuple[Callable[..., torch.Tensor], Compiled] | None = None
+        self._has_seen_labels = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._call(*args, **kwargs)
         self.begin(args, kwargs)
+        if not self._has_seen_labels and isinstance(labels := kwargs.get("labels"), torch.Tensor):
+            self._has_seen_labels = True
+            settle_problem_type(self._model, labels)
         loss, self._loss = self._loss, None
         if loss is None:
             return self.end(self._call(*args, **kwargs))

@@ -17,6 +17,7 @@ from ort_accel.capture.choice import chosen_runtime, opset, session_settings, tu
 from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features, refuse_missing
 from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
+from ort_accel.capture.open_sizes import Foreseen
 from ort_accel.capture.placement import place_for
 from ort_accel.capture.randomness import split_dropout
 from ort_accel.capture.refusals import refuse_forbidden, refuse_moved
@@ -87,6 +88,7 @@ class Backend:
             leaves=Leaves(report) if config.memory.early_gradient_release and not zero3 else None,
         )
         self.skipping = SkippingPolicy(config, self.report)
+        self.foreseen = Foreseen()
         cutter = partial(foreseen, lowering=self.lowering)
         steps_early = self.lowering.leaves is not None and config.optimizer.step_in_backward
         self.recompute = Recompute(config.memory, report, cutter, config.observe.memory_stats, steps_early)

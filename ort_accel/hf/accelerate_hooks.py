@@ -9,6 +9,7 @@ import functools
 import sys
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, extract_model_from_parallel, model_has_dtensor
@@ -16,15 +17,18 @@ from torch import nn
 
 from ort_accel import engine
 from ort_accel.capture.layers import is_sharded
+from ort_accel.capture.open_sizes import Foreseen
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.deepspeed_hooks import move_hooks_out_of
+from ort_accel.hf.foreseen_sizes import foreseen_in
 from ort_accel.subscribers.zero_offload import accelerate_partitioned, is_partitioned, offload_in
 
 ConfigOf = Callable[[Accelerator], Config | None]
 """Which configuration the models of an Accelerator are to have; None leaves them alone."""
 
 _HOOKED = "_ort_accel_config_of"
+_FORESEEN = "_ort_accel_foreseen"
 
 _BETWEEN_PARTS = (
     "its parameters are gathered and freed by Python code between its parts, which this version of ort_accel follows "
@@ -38,6 +42,7 @@ def hook_accelerators(config_of: ConfigOf) -> None:
     setattr(Accelerator, _HOOKED, staticmethod(config_of))
     if first:
         _wrap("prepare_model", _prepare_model)
+        _wrap("prepare_data_loader", _prepare_data_loader)
         for name in ("_prepare_deepspeed", "_prepare_fsdp2", "_prepare_megatron_lm"):
             _wrap(name, _prepare_together)
 
@@ -70,8 +75,28 @@ def _prepare_model(
     """Let accelerate move and wrap a model, then accelerate what is inside the wrapper."""
     _refuse_device(accelerator)
     prepared = original(model, *args, **how)
-    _accelerate_once(extract_model_from_parallel(prepared), config, _reason_to_decline(accelerator, model))
+    inner = extract_model_from_parallel(prepared)
+    _accelerate_once(inner, config, _reason_to_decline(accelerator, model))
+    _foresee(accelerator, Foreseen(), inner)
     return prepared
+
+
+def _prepare_data_loader(
+    accelerator: Accelerator, _: Config, original: Callable[..., Any], loader: Any, *args: Any, **how: Any
+) -> Any:
+    """Let accelerate prepare a data loader, then tell models what its batches will be like."""
+    prepared = original(loader, *args, **how)
+    _foresee(accelerator, foreseen_in(prepared))
+    return prepared
+
+
+def _foresee(accelerator: Accelerator, sizes: Foreseen, *models: nn.Module) -> None:
+    """Join what is known of batches, and tell it to all models that were prepared. They come in any order."""
+    known, told = vars(accelerator).setdefault(_FORESEEN, (Foreseen(), WeakSet()))
+    known.add(sizes)
+    told.update(models)
+    for model in told:
+        engine.foresee(model, known)
 
 
 def _prepare_together(accelerator: Accelerator, config: Config, original: Callable[..., Any], *objects: Any) -> Any:
@@ -81,8 +106,10 @@ def _prepare_together(accelerator: Accelerator, config: Config, original: Callab
     for model in objects:
         if isinstance(model, nn.Module) and is_partitioned(model):
             accelerate_partitioned(model, engine.config_of(model) or config, offload_in(*prepared))
+            _foresee(accelerator, Foreseen(), model)
         elif isinstance(model, nn.Module):
             _accelerate_once(extract_model_from_parallel(model), config, _reason_to_decline(accelerator, model))
+            _foresee(accelerator, Foreseen(), extract_model_from_parallel(model))
             if engine.config_of(model) is not None:
                 move_hooks_out_of(model, prepared)
     return prepared

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from ort_accel.engine import inspector_of, report_file_of
+from ort_accel.engine import foresee, inspector_of, report_file_of
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import ConfigSource, activate, report_of, usable_config
+from ort_accel.hf.foreseen_sizes import foreseen_in
 from ort_accel.hf.in_backward import record_step_in_backward
 from ort_accel.hf.load_balancing import record_load_balancing
 from ort_accel.hf.metrics import StepMetrics
@@ -59,9 +60,11 @@ class ORTAccelCallback(TrainerCallback):
         """Activate the model, so that evaluation without training runs on it too."""
         self.start(args, named["model"])
 
-    def on_train_begin(self, args: TrainingArguments, *_: Any, **named: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **named: Any) -> None:
         """Activate the model again: with `model_init` the Trainer has made a new one. Then settle its optimizer."""
         self.start(args, named["model"], named.get("optimizer"))
+        steps = state.max_steps * args.gradient_accumulation_steps
+        foresee(named["model"], foreseen_in(named.get("train_dataloader"), steps))
         settle_optimizer(named.get("optimizer"), named["model"], self.config)
         self._leave_backward()  # of a training that was broken off
         self._in_backward = record_step_in_backward(args, named.get("optimizer"), named["model"], self.config)

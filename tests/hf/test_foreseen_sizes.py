@@ -1,0 +1,56 @@
+"""What is known of batches before the first one, from lists and tables alone."""
+
+import pytest
+from datasets import Dataset as Table
+from torch.utils.data import DataLoader, Dataset
+from transformers import DataCollatorWithPadding, default_data_collator
+
+from ort_accel.hf.foreseen_sizes import foreseen_in
+from tests.hf.words import tokenizer
+
+
+def rows(*lengths):
+    return [{"input_ids": [5] * length, "attention_mask": [1] * length, "label": 0} for length in lengths]
+
+
+def loader(samples, collate=None, size=2, **how):
+    return DataLoader(samples, batch_size=size, collate_fn=collate or default_data_collator, **how)
+
+
+@pytest.mark.parametrize("made", [list, tuple, Table.from_list])
+def test_samples_of_several_lengths_are_seen_in_lists_and_tables(made):
+    assert foreseen_in(loader(made(rows(4, 5, 6, 7)))).lengths
+    assert not foreseen_in(loader(made(rows(4, 4, 4, 4)))).lengths
+
+
+def test_batches_that_all_hold_a_longest_sample_have_one_length():
+    assert not foreseen_in(loader(rows(4, 8, 8, 3))).lengths
+
+
+def test_lengths_are_told_from_how_the_batch_is_padded():
+    samples = rows(4, 5, 6, 7)
+    assert foreseen_in(loader(samples, DataCollatorWithPadding(tokenizer()))).lengths
+    assert not foreseen_in(loader(samples, DataCollatorWithPadding(tokenizer(), "max_length", 9))).lengths
+    assert not foreseen_in(loader(samples, DataCollatorWithPadding(tokenizer(), pad_to_multiple_of=8))).lengths
+
+
+def test_a_last_batch_counts_where_it_is_smaller_and_reached():
+    assert foreseen_in(loader(rows(4, 4, 4))).batch
+    assert foreseen_in(loader(rows(4, 4, 4)), steps=2).batch
+    assert not foreseen_in(loader(rows(4, 4, 4)), steps=1).batch
+    assert not foreseen_in(loader(rows(4, 4, 4), drop_last=True)).batch
+    assert not foreseen_in(loader(rows(4, 4, 4, 4))).batch
+
+
+def test_samples_that_are_made_when_asked_for_are_not_asked_for():
+    class Made(Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            raise AssertionError("this would draw random numbers")
+
+    table = Table.from_list(rows(4, 5)).with_transform(lambda _: pytest.fail("this would, too"))
+    for samples in (Made(), table):
+        assert not foreseen_in(loader(samples)).lengths
+    assert foreseen_in(loader(iter(rows(4, 5)))) == foreseen_in(None)
