@@ -39,7 +39,11 @@ class _Span(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        return self.first_query == self.end_query or self.first_key == self.end_key
+        return self.pairs == 0
+
+    @property
+    def pairs(self) -> int:
+        return (self.end_query - self.first_query) * (self.end_key - self.first_key)
 
 
 @dataclass(frozen=True)
@@ -52,25 +56,31 @@ class _Pairs:
     mask: Tensor | None
     kept: Tensor | None
 
-    def runs(self, dtype: torch.dtype) -> Iterator[_Run]:
-        """All sequences that have queries and keys. A batch without padding is one run."""
-        dropped = None if self.kept is None else ~self.kept
+    def runs(self, dtype: torch.dtype, most: int | None = None) -> Iterator[_Run]:
+        """All sequences that have queries and keys. A batch without padding is one run, or several where a run is to
+        have so many pairs at most."""
         spans = [_Span(*span) for span in self.spans.tolist()]
         for _, group in groupby(range(len(spans)), key=lambda number: self._form(number, spans[number])):
             numbers = list(group)
-            first, last = spans[numbers[0]], spans[numbers[-1]]
+            first = spans[numbers[0]]
             if first.is_empty:
                 continue
-            rows = self.query_rows[first.first_query : first.end_query], self.key_rows[first.first_key : first.end_key]
-            is_masked = first.kind == MASKED and self.mask is not None
-            yield _Run(
-                len(numbers),
-                slice(first.first_query, last.end_query),
-                slice(first.first_key, last.end_key),
-                first.kind == CAUSAL,
-                _added(_part(self.mask, numbers, *rows), dtype) if is_masked else None,  # type: ignore[arg-type]
-                None if dropped is None else _part(dropped, numbers, *rows),
-            )
+            size = len(numbers) if most is None else max(1, most // first.pairs)
+            for start in range(0, len(numbers), size):
+                yield self._run(numbers[start : start + size], spans, dtype)
+
+    def _run(self, numbers: Sequence[int], spans: Sequence[_Span], dtype: torch.dtype) -> _Run:
+        first, last = spans[numbers[0]], spans[numbers[-1]]
+        rows = self.query_rows[first.first_query : first.end_query], self.key_rows[first.first_key : first.end_key]
+        is_masked = first.kind == MASKED and self.mask is not None
+        return _Run(
+            len(numbers),
+            slice(first.first_query, last.end_query),
+            slice(first.first_key, last.end_key),
+            first.kind == CAUSAL,
+            _added(_part(self.mask, numbers, *rows), dtype) if is_masked else None,  # type: ignore[arg-type]
+            None if self.kept is None else ~_part(self.kept, numbers, *rows),
+        )
 
     def _form(self, number: int, span: _Span) -> Any:
         """What alike sequences have in common: their places, if these follow each other. Others are alone."""
@@ -155,7 +165,16 @@ def _batch(rows: Tensor, count: int) -> Tensor:
     return rows.view(count, -1, *rows.shape[1:]).transpose(1, 2)
 
 
-# As products. Sums are made in single precision at the least, and what can be done for all sequences at once is.
+# As products. Sums are made in single precision at the least, and what can be done for all sequences at once is; the
+# weights of pairs, of which there are several times so many, for as many sequences as the caches of the cores hold.
+
+PAIRS_OF_A_THREAD = 2**19
+"""How many weights are made at once for each thread: 2 MiB of them."""
+
+
+def pairs_at_once() -> int:
+    """How many weights are made at once, unless a single sequence has more."""
+    return PAIRS_OF_A_THREAD * torch.get_num_threads()
 
 
 def _by_products(
@@ -164,7 +183,7 @@ def _by_products(
     wide = _wide(query)
     scaled, keys, values = query.to(wide) * _scale(query, scale), key.to(wide), value.to(wide) * _inverse(keep)
     out = scaled.new_zeros((*query.shape[:2], value.shape[2]))
-    for run in pairs.runs(wide):
+    for run in pairs.runs(wide, pairs_at_once() // query.shape[1]):
         weights = _dropped(_weights(scaled[run.queries], keys[run.keys], run), run)
         out[run.queries] = _as_rows(torch.bmm(weights, _flat(values[run.keys], run)), run)
     return out.to(query.dtype), out.new_zeros(query.shape[:2])
@@ -177,7 +196,7 @@ def _by_products_backward(
     scaled, keys, values = query.to(wide) * _scale(query, scale), key.to(wide), value.to(wide) * _inverse(keep)
     grads = torch.zeros_like(scaled), torch.zeros_like(keys), torch.zeros_like(values)
     incoming = grad.to(wide)
-    for run in pairs.runs(wide):
+    for run in pairs.runs(wide, pairs_at_once() // query.shape[1]):
         q, k = run.queries, run.keys
         weights, slope = _weights(scaled[q], keys[k], run), _flat(incoming[q], run)
         change = _dropped(torch.bmm(slope, _flat(values[k], run).mT), run)

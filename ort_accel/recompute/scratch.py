@@ -2,7 +2,7 @@
 
 ONNX Runtime's `Where` makes two values of the size of its result before it joins them, and `ScatterElements` copies
 what it writes into. PyTorch's kernels for the CPU take little; but attention over rows with dropout makes its products
-one after the other (`lowering/row_attention.py`), and holds several of the size of all pairs at once.
+one after the other (`lowering/row_attention.py`), and holds several of the size of all pairs of some sequences at once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import fx
 
 from ort_accel.lowering.fuse.cross_entropy import JOINED
 from ort_accel.lowering.nodes import fakes_in
+from ort_accel.lowering.row_attention import pairs_at_once
 from ort_accel.lowering.row_operators import own
-from ort_accel.lowering.sizes import hinted_elements
+from ort_accel.lowering.sizes import hint, hinted_elements
 from ort_accel.recompute.graph import hinted_bytes
 from ort_accel.reporting import Runner
 
@@ -56,7 +57,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kept
     if kept is None:
         return _wide(query)
     cast = 0 if _is_wide(query) else _wide(key) + _wide(query)
-    return _wide(query) + 2 * _wide(value) + cast + _mask(kept) + 2 * _pairs(kept)
+    return _wide(query) + 2 * _wide(value) + cast + _pairs(kept, 2)
 
 
 def _attention_backward(
@@ -66,7 +67,7 @@ def _attention_backward(
     if kept is None:
         return _wide(query) + _wide(key) + _wide(value)
     cast = 0 if _is_wide(query) else _wide(grad) + _wide(query) + 2 * _wide(key) + _wide(value)
-    return _wide(query) + _wide(value) + _wide(grad) + cast + _mask(kept) + 3 * _pairs(kept)
+    return _wide(query) + _wide(value) + _wide(grad) + cast + _pairs(kept, 3)
 
 
 def _is_wide(tensor: torch.Tensor) -> bool:
@@ -78,9 +79,9 @@ def _wide(tensor: torch.Tensor) -> int:
     return hinted_elements(tensor) * max(tensor.dtype.itemsize, torch.float32.itemsize)
 
 
-def _mask(kept: torch.Tensor) -> int:
-    return hinted_elements(kept)
-
-
-def _pairs(kept: torch.Tensor) -> int:
-    return hinted_elements(kept) * torch.float32.itemsize
+def _pairs(kept: torch.Tensor, values: int) -> int:
+    """Bytes of so many values of all pairs and of the mask turned round, for as many sequences as go at once."""
+    whole = hinted_elements(kept)
+    sequences = max(1, hint(kept.shape[0]))
+    at_once = min(whole, max(whole // sequences, pairs_at_once()))
+    return at_once * (values * torch.float32.itemsize + kept.dtype.itemsize)

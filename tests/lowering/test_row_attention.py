@@ -87,8 +87,8 @@ def test_sequences_that_are_alike_run_together(kind, keep, monkeypatch):
     counts = []
     runs = row_attention._Pairs.runs
 
-    def watched(self, dtype):
-        found = list(runs(self, dtype))
+    def watched(self, *how):
+        found = list(runs(self, *how))
         counts.append([run.sequences for run in found])
         return iter(found)
 
@@ -101,6 +101,31 @@ def test_sequences_that_are_alike_run_together(kind, keep, monkeypatch):
     alone = gradients(own.scaled_dot_product_of_rows(*tensors, spans, rows, rows, mask, kept, keep, None)[0], tensors)
     assert counts[2:] == [[1] * 5, [1] * 5]
     torch.testing.assert_close(together, alone)
+
+
+def test_sequences_whose_weights_are_many_run_a_few_at_a_time(monkeypatch):
+    """Seven alike sequences, of which the weights of three at a time are allowed; the bits are those of all at once."""
+    torch.manual_seed(0)
+    ends = torch.arange(1, 8) * 4
+    spans = torch.stack([ends - 4, ends, ends - 4, ends, torch.full((7,), FULL)], 1)
+    rows, kept = torch.arange(28), torch.rand(7, 2, 4, 4) < 0.7
+    tensors = [torch.randn(28, 2, 8, requires_grad=True) for _ in range(3)]
+    sizes = []
+    weights = row_attention._weights
+
+    def watched(*how):
+        sizes.append(how[-1].sequences)
+        return weights(*how)
+
+    monkeypatch.setattr(row_attention, "_weights", watched)
+    found = []
+    for at_once in (7, 3):
+        monkeypatch.setattr(row_attention, "pairs_at_once", lambda most=at_once * 2 * 4 * 4: most)
+        out = own.scaled_dot_product_of_rows(*tensors, spans, rows, rows, None, kept, 0.7, None)[0]
+        found.append(gradients(out, tensors))
+    assert sizes == [7, 7, 3, 3, 1, 3, 3, 1]
+    for whole, part in zip(*found, strict=True):
+        assert torch.equal(whole, part)
 
 
 def gradients(out, tensors):
