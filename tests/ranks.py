@@ -22,7 +22,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run_ranks(module, *arguments, ranks=2, timeout=200.0, **variables):
+def run_ranks(module, *arguments, ranks=2, timeout=600.0, **variables):
     """Run `python -m module RANK arguments...` in each of some processes; fails with the output of all of them.
 
     A process that has not ended in time, or not soon after another one failed, is stopped with the stacks of all its

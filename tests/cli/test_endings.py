@@ -24,7 +24,7 @@ ALONE = {"exits with 3 alone": 3}
 def endings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("endings")
     subprocess.run(
-        [sys.executable, "-m", "tests.cli.ending", folder, *TOGETHER, *ALONE], cwd=ROOT, timeout=200, check=True
+        [sys.executable, "-m", "tests.cli.ending", folder, *TOGETHER, *ALONE], cwd=ROOT, timeout=600, check=True
     )
     return folder, json.loads((folder / "codes.json").read_text())
 

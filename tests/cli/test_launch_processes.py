@@ -29,7 +29,7 @@ def python(*arguments, code=0, **variables):
         [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         env={**keep, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables},
     )
     assert done.returncode == code, done.stdout + done.stderr

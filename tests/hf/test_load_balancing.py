@@ -33,7 +33,7 @@ def seen_by_two(folder, stop, resume="fresh"):
     """The samples in each step of each process."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, str(SCRIPT), str(folder), str(stop), resume]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"{stop}-{resume}-{rank}.json").read_text()) for rank in range(2)]
 

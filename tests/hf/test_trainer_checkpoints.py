@@ -65,7 +65,7 @@ def test_a_killed_run_resumes_from_a_whole_checkpoint_with_eagers_losses(tmp_pat
     delay = random.uniform(0, 0.5)
     if moment == "at random":
         kill_at_random(child, tmp_path, delay)
-    _, errors = child.communicate(timeout=300)
+    _, errors = child.communicate(timeout=900)
     assert child.returncode == -signal.SIGKILL, errors
     last = get_last_checkpoint(str(tmp_path))
     if moment == "inside a save":

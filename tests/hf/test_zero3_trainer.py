@@ -19,7 +19,7 @@ def phases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trainers")
     found = {}
     for phase, ranks in (("alone first", 1), ("together", 2), ("alone again", 1)):
-        run_ranks("tests.hf.zero3_trainer", folder, phase, ranks=ranks, timeout=300.0, OMP_NUM_THREADS="1")
+        run_ranks("tests.hf.zero3_trainer", folder, phase, ranks=ranks, timeout=900.0, OMP_NUM_THREADS="1")
         found[phase] = [json.loads((folder / f"{phase} {rank}.json").read_text()) for rank in range(ranks)]
     return found
 

@@ -39,7 +39,7 @@ def test_the_pool_holds_what_was_predicted(name):
     results = START.Queue()
     process = START.Process(target=look, args=(name, results))  # where the pool has nothing left of other tests
     process.start()
-    held, predicted, peak, memory, parameters = results.get(timeout=300)
+    held, predicted, peak, memory, parameters = results.get(timeout=900)
     process.join()
     assert held == pytest.approx(predicted, rel=0.1)
     totals = [sum(stage.amounts.values()) for stage in memory.stages]

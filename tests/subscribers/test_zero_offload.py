@@ -19,7 +19,7 @@ ROUNDING = {"rel": 1e-6, "abs": 2e-6}
 def seen(tmp_path_factory):
     """What both processes saw."""
     folder = tmp_path_factory.mktemp("zero")
-    run_ranks("tests.subscribers.zero_worker", folder, timeout=400.0)
+    run_ranks("tests.subscribers.zero_worker", folder, timeout=900.0)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
