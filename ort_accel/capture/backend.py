@@ -13,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext
 
 from ort_accel.capture.attention import attention_as
+from ort_accel.capture.batch_norm_types import tell_true_types
 from ort_accel.capture.choice import chosen_runtime, opset, session_settings, tuner
 from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features, refuse_missing
@@ -213,6 +214,7 @@ class Backend:
         def compile_graph(module: fx.GraphModule, _: Sequence[Any]) -> Program:
             self.report.counters["compilations"] += 1
             if not name.startswith("backward"):
+                tell_true_types(module.graph)
                 split_dropout(module)
                 static.update(_lasting_inputs(module) if self._parameters_stay else ())
             if name.startswith("inference"):
@@ -227,6 +229,7 @@ class Backend:
         """A function that divides a joint graph into forward and backward, and notes whose gradients there are."""
 
         def divide(joint: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Pair:
+            tell_true_types(joint.graph)
             split_dropout(joint)
             self._propagate_casts(joint.graph)
             pair = self.recompute.partition(joint, inputs, name, **how)

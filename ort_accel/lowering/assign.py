@@ -106,8 +106,8 @@ class Assigner:
         try:
             args, kwargs = operands(node, make)
             results = lower(graph, node.target, args, kwargs, node.meta["val"])
-            fakes = fakes_in(node.meta["val"])
-            made_values = [(value, fake) for value, fake in zip(results, fakes, strict=True) if value is not None]
+            promised = fakes if isinstance(fakes := node.meta["val"], tuple | list) else [fakes]
+            made_values = [(value, fake) for value, fake in zip(results, promised, strict=True) if value is not None]
             outputs = [graph.op("Identity", value) for value, _ in made_values]
             for output, (_, fake) in zip(outputs, made_values, strict=True):
                 describe(output, fake)  # a kernel whose result has another type than PyTorch's is refused

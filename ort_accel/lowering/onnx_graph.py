@@ -27,6 +27,9 @@ DTYPES = {
     torch.bool: ir.DataType.BOOL,
 }
 
+HALVES = (torch.float16, torch.bfloat16)
+"""Types in which PyTorch computes in single precision, to round once."""
+
 MICROSOFT = "com.microsoft"
 
 

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 
-from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand
+from ort_accel.lowering.onnx_graph import HALVES, NotLowerable, OnnxGraph, Operand
 from ort_accel.lowering.ops.norms import inverse_root, mean_over, one_dtype, standardized_gradient, sum_over
 from ort_accel.lowering.ops.reductions import not_empty
-from ort_accel.lowering.registry import lowers
+from ort_accel.lowering.registry import Lowering, lowers
 
 aten = torch.ops.aten
+
+
+def _rounded_once(lowering: Lowering) -> Lowering:
+    """Half-precision numbers are computed with in single precision, and only the results are rounded."""
+
+    @wraps(lowering)
+    def wide(graph: OnnxGraph, *args: Any) -> Any:
+        if not any(isinstance(item, Operand) and item.dtype in HALVES for item in args):
+            return lowering(graph, *args)
+        results = lowering(graph, *(_in_single(graph, item) if isinstance(item, Operand) else item for item in args))
+        promised = zip(results, graph.result, strict=True)
+        return tuple(value and graph.cast_from(value, torch.float32, fake.dtype) for value, fake in promised)
+
+    return wide
+
+
+def _in_single(graph: OnnxGraph, operand: Operand) -> Operand:
+    return Operand(graph.cast(operand, torch.float32), operand.fake.to(torch.float32))
 
 
 def _over(operand: Operand) -> list[int]:
@@ -53,9 +72,9 @@ def _kept(
     return _applied(graph, operand, mean, inverse_root(graph, variance, epsilon, dtype), weight, bias)
 
 
-def _unused(graph: OnnxGraph, fake: torch.Tensor) -> Any:
+def _unused(graph: OnnxGraph, operand: Operand, fake: torch.Tensor) -> Any:
     """What PyTorch gives for statistics that were not computed."""
-    return graph.op("Expand", graph.scalar(0, fake.dtype), graph.sizes(fake.shape))
+    return graph.op("Expand", graph.scalar(0, operand.dtype), graph.sizes(fake.shape))
 
 
 def _moved(graph: OnnxGraph, running: Operand, new: Any, momentum: float) -> Any:
@@ -65,6 +84,7 @@ def _moved(graph: OnnxGraph, running: Operand, new: Any, momentum: float) -> Any
 
 
 @lowers(aten._native_batch_norm_legit_functional.default)
+@_rounded_once
 def batch_norm_functional(
     graph: OnnxGraph,
     operand: Operand,
@@ -78,7 +98,7 @@ def batch_norm_functional(
 ) -> Any:
     if not training:
         value = _kept(graph, operand, weight, bias, mean, variance, epsilon)
-        return value, *(_unused(graph, fake) for fake in graph.result[1:3]), mean.value, variance.value
+        return value, *(_unused(graph, operand, fake) for fake in graph.result[1:3]), mean.value, variance.value
     dtype = one_dtype(operand, weight, bias, mean, variance)
     value, new_mean, new_variance, inverse = _trained(graph, operand, weight, bias, epsilon)
     count: Any = math.prod(operand.shape[dim] for dim in _over(operand))
@@ -89,6 +109,7 @@ def batch_norm_functional(
 
 
 @lowers(aten._native_batch_norm_legit.no_stats)
+@_rounded_once
 def batch_norm_without_past(
     graph: OnnxGraph, operand: Operand, weight: Any, bias: Any, training: bool, momentum: float, epsilon: float
 ) -> Any:
@@ -97,6 +118,7 @@ def batch_norm_without_past(
 
 
 @lowers(aten._native_batch_norm_legit_no_training.default)
+@_rounded_once
 def batch_norm_eval(
     graph: OnnxGraph,
     operand: Operand,
@@ -108,10 +130,11 @@ def batch_norm_eval(
     epsilon: float,
 ) -> Any:
     value = _kept(graph, operand, weight, bias, mean, variance, epsilon)
-    return value, *(_unused(graph, fake) for fake in graph.result[1:])
+    return value, *(_unused(graph, operand, fake) for fake in graph.result[1:])
 
 
 @lowers(aten.native_batch_norm_backward.default)
+@_rounded_once
 def batch_norm_backward(
     graph: OnnxGraph,
     grad: Operand,

@@ -1,0 +1,60 @@
+"""In half precision what PyTorch computes in single precision, and rounds once, comes out as in eager mode."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ort_accel
+from benchmarks.op_parity import Verdict, check, full_name, operators, ort_backend
+from ort_accel.reporting import Report
+
+HALVES = [torch.float16, torch.bfloat16]
+ROUNDING = 2 * torch.finfo(torch.bfloat16).eps
+NORMS = ["batch_norm", "instance_norm", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"]
+OPERATORS = [
+    (op, dtype) for dtype in HALVES for op in operators(dtype) if op.name.split(".")[-1] in [*NORMS, "soft_margin_loss"]
+]
+
+
+@pytest.mark.parametrize(("op", "dtype"), OPERATORS, ids=lambda item: full_name(item) if hasattr(item, "name") else "")
+def test_an_operator_with_statistics_or_overflow_equals_eager(op, dtype):
+    outcome = check(op, dtype=dtype)
+    assert outcome.verdict is Verdict.MATCH, outcome.detail
+
+
+def steps(model, batches):
+    """Gradients of each step, and the statistics after all of them."""
+    found = []
+    for batch in batches:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            value = model(batch)
+        value.float().pow(2).sum().backward()
+        found += [value.detach(), *(item.grad for item in model.parameters() if item.requires_grad)]
+    return [*found, *(buffer for buffer in model.buffers())]
+
+
+def test_batch_norm_keeps_its_statistics_in_single_precision_under_autocast():
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh())
+    report = Report()
+    ours = torch.compile(copy.deepcopy(eager), backend=ort_backend(report))
+    batches = [torch.randn(size, 6) for size in (4, 9)]
+    torch.testing.assert_close(steps(ours, batches), steps(eager, batches), rtol=ROUNDING, atol=ROUNDING)
+    assert not [item for item in report.fallbacks if "batch_norm" in item.op]
+
+
+def test_gradients_that_nobody_wants_do_not_keep_the_others_from_onnxruntime():
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 4))
+    eager[1].requires_grad_(False)
+    ours = ort_accel.accelerate(copy.deepcopy(eager))
+    given = torch.randn(3, 6)
+    for model in (eager, ours):
+        model(given).sum().backward()
+    torch.testing.assert_close(ours[0].weight.grad, eager[0].weight.grad)
+    assert ort_accel.report(ours).fallbacks == []
