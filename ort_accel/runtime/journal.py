@@ -1,41 +1,33 @@
 """What ONNX Runtime was doing when a process ended, so that no run dies twice more of what two died of.
 
 Before ONNX Runtime does something with a model for the first time, an empty file is put beside the cache, and taken
-away when that is over. Its name says which model, which attempt at it, and whose; the process holds a lock on it, which
-the operating system drops when the process ends, in whatever way. So a file without a lock was left by a process that
-ended within ONNX Runtime. Processes of one launch make the same attempt, so that a launch that dies counts once.
+away when that is over. Its name says which model, which attempt at it, and whose. Later runs of the model are written
+on the page of the process (`running.py`); what such a page tells of a process that died becomes a file of the same
+kind. Processes of one launch make the same attempt, so that a launch that dies counts once.
 """
 
 from __future__ import annotations
 
 import os
-import platform
-import re
-import secrets
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from ort_accel.errors import OrtAccelError
 from ort_accel.observe.logs import LOG
 from ort_accel.reporting import Report
 from ort_accel.runtime.cache import ModelKeys
-
-try:
-    import fcntl
-except ImportError:  # Windows, where nothing is remembered
-    fcntl = None  # type: ignore[assignment]
+from ort_accel.runtime.left_files import forget, is_left_over, locked_file, machine
+from ort_accel.runtime.running import Running, is_safe_to_store, left_pages, page_in, running_at_the_end
 
 FOLDER = "attempts"
 
+LATER = "later-"
+"""Begins the last part of the name of what tells of a later run than the first."""
+
 MOST_DEATHS = 2
 """After so many runs that ended in a model, PyTorch runs it."""
-
-FOREIGN_SECONDS = 3600.0
-"""A file of another machine counts from this age on: whether a lock is seen from afar depends on the file system."""
 
 
 class EndedBefore(OrtAccelError):
@@ -43,35 +35,43 @@ class EndedBefore(OrtAccelError):
 
 
 class CrashJournal:
-    """Remembers on disk what ONNX Runtime is doing for the first time. Trouble with the folder is only noted."""
+    """Remembers on disk what ONNX Runtime is doing. Trouble with the folder is only noted."""
 
     def __init__(self, folder: Path, keys: ModelKeys, report: Report) -> None:
         """`folder` is the cache's; any number of processes may share it."""
-        self._folder, self._keys, self._report = folder / FOLDER, keys, report
+        self.folder = folder / FOLDER
+        self._keys, self._report = keys, report
+        self._untold: list[_Marker] = []
+        """What pages tell and cannot be written as files."""
+        with suppress(OSError):
+            self._take_in_pages()
+        if not is_safe_to_store(self.folder):
+            self._report.note(
+                f"engine.cache_dir: on the file system of {folder} only crashes in a model's first run are remembered"
+            )
 
     def attempt(self, model: bytes, name: str) -> Attempt:
         """ONNX Runtime is about to be given a model; `name` is what a reader of the log knows it by."""
         key = self._keys.of(model)
         left = self._left_by_the_dead(key)
         deaths = max((marker.number for marker in left), default=0)
-        ended = f"{deaths} {'run' if deaths == 1 else 'runs'} ended while ONNX Runtime created or first ran it"
+        ended = f"{deaths} {'run' if deaths == 1 else 'runs'} ended while ONNX Runtime created or ran it"
         if deaths >= MOST_DEATHS:
-            self._tell(f"{name}: PyTorch runs it, since {ended}; delete {self._folder} to have it tried again")
+            self._tell(f"{name}: PyTorch runs it, since {ended}; delete {self.folder} to have it tried again")
             raise EndedBefore(ended)
         if deaths:
             self._tell(f"{name}: {ended}; it is tried once more")
-        mark = f"{key}.{deaths + 1}.{_machine()}.{os.getpid()}"
-        return Attempt(self, mark, tuple(marker.path for marker in left))
+        return Attempt(self, key, deaths + 1, tuple(left))
 
     @contextmanager
     def marked(self, name: str) -> Iterator[None]:
         """Keep a locked file of this name as long as this takes."""
-        path = self._folder / name
+        path = self.folder / name
         try:
-            lock = self._mark(path)
+            lock = locked_file(path)
         except OSError as error:
             self._report.note(
-                f"engine.cache_dir: cannot write to {self._folder}: {error.strerror}; "
+                f"engine.cache_dir: cannot write to {self.folder}: {error.strerror}; "
                 "should ONNX Runtime end a process, the next run will not know"
             )
             lock = None
@@ -82,28 +82,24 @@ class CrashJournal:
                 forget([path])
                 os.close(lock)
 
-    def _mark(self, path: Path) -> int | None:
-        """The lock is taken before the file has its name: nobody ever finds it without."""
-        if fcntl is None:
-            return None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{secrets.token_hex(8)}")
-        lock = os.open(aside, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            aside.rename(path)
-        except OSError:
-            os.close(lock)
-            forget([aside])
-            raise
-        return lock
+    def _take_in_pages(self) -> None:
+        """Make files of what the pages of dead processes tell."""
+        for page in left_pages(self.folder):
+            for key, number in running_at_the_end(page):
+                path = self.folder / f"{key}.{number}.{machine()}.{LATER}{page.name.rpartition('.')[2]}"
+                try:
+                    path.touch()
+                except OSError:
+                    self._untold.append(_Marker(path, number, machine()))
+            forget([page])
 
     def _left_by_the_dead(self, key: str) -> list[_Marker]:
         try:
-            markers = [marker for path in self._folder.glob(f"{key}.*") if (marker := _Marker.at(path)) is not None]
+            markers = [marker for path in self.folder.glob(f"{key}.*") if (marker := _Marker.at(path)) is not None]
         except OSError:
-            return []
-        return [marker for marker in markers if marker.is_left_over()]
+            markers = []
+        untold = [marker for marker in self._untold if marker.path.name.startswith(key)]
+        return untold + [marker for marker in markers if is_left_over(marker.path, marker.machine)]
 
     def _tell(self, text: str) -> None:
         self._report.note(text)
@@ -111,25 +107,9 @@ class CrashJournal:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """The first use of a model. Without a journal it leaves no trace."""
-
-    journal: CrashJournal | None = None
-    mark: str = ""
-    earlier: tuple[Path, ...] = ()
-    """What runs left that ended in this model."""
-
-    def watched(self) -> AbstractContextManager[None]:
-        """ONNX Runtime creates or runs the model in here."""
-        return nullcontext() if self.journal is None else self.journal.marked(self.mark)
-
-    def succeeded(self) -> None:
-        """The model has run: what ended earlier runs was not in it."""
-        forget(self.earlier)
-
-
-@dataclass(frozen=True)
 class _Marker:
+    """A file that a process left that died in a model, or the like for a later run."""
+
     path: Path
     number: int
     machine: str
@@ -139,38 +119,39 @@ class _Marker:
         parts = path.name.split(".")
         return cls(path, int(parts[1]), parts[2]) if len(parts) == 4 and parts[1].isdecimal() else None
 
-    def is_left_over(self) -> bool:
-        """Whether the process that made it has ended."""
-        try:
-            age = time.time() - self.path.stat().st_mtime
-            return (self.machine == _machine() or age > FOREIGN_SECONDS) and not self._is_locked()
-        except OSError:  # its process has just taken it away
-            return False
-
-    def _is_locked(self) -> bool:
-        if fcntl is None:
-            return True
-        file = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(file)
-        return False
+    @property
+    def is_of_later_run(self) -> bool:
+        return self.path.name.rpartition(".")[2].startswith(LATER)
 
 
-def forget(paths: Iterable[Path]) -> None:
-    """Take files away, as far as that can be done."""
-    for path in paths:
-        with suppress(OSError):
-            path.unlink()
+@dataclass(frozen=True)
+class Attempt:
+    """The use of a model in this process. Without a journal it leaves no trace."""
 
+    journal: CrashJournal | None = None
+    key: str = ""
+    number: int = 1
+    earlier: tuple[_Marker, ...] = ()
+    """What runs left that ended in this model."""
 
-@cache
-def _machine() -> str:
-    """This machine since it was started, for which locks hold whatever the container; or else its name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    except OSError:
-        return re.sub(r"\W+", "-", platform.node())
+    def watched(self) -> AbstractContextManager[None]:
+        """ONNX Runtime creates or first runs the model in here."""
+        if self.journal is None:
+            return nullcontext()
+        return self.journal.marked(f"{self.key}.{self.number}.{machine()}.{os.getpid()}")
+
+    def succeeded(self) -> None:
+        """The model has run: what ended earlier runs at their beginning was not in it."""
+        forget(marker.path for marker in self.earlier if not marker.is_of_later_run)
+
+    def later_runs(self) -> AbstractContextManager[None]:
+        """ONNX Runtime runs the model in here, time and again.
+
+        What ended earlier runs in this way is forgotten when the process ends by itself.
+        """
+        if self.journal is None:
+            return nullcontext()
+        later = [marker for marker in self.earlier if marker.is_of_later_run]
+        page = page_in(self.journal.folder)
+        page.settle(marker.path for marker in later)
+        return Running(page, self.key, 1 + max((marker.number for marker in later), default=0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -108,18 +109,18 @@ class Sessions:
 
 
 class _Watched:
-    """A session whose runs are watched until the first one has succeeded."""
+    """A session whose runs are watched: the first one that succeeds by a file, the others in memory."""
 
     def __init__(self, session: Session, attempt: Attempt) -> None:
-        self._session = session
-        self._attempt: Attempt | None = attempt
+        self._session, self._attempt = session, attempt
+        self._running: AbstractContextManager[None] | None = None
 
     def __call__(self, feeds: Sequence[OrtValue]) -> list[torch.Tensor]:
-        attempt = self._attempt
-        if attempt is None:
-            return self._session(feeds)
-        with attempt.watched():
+        if self._running is not None:
+            with self._running:
+                return self._session(feeds)
+        with self._attempt.watched():
             results = self._session(feeds)
-        attempt.succeeded()
-        self._attempt = None
+        self._attempt.succeeded()
+        self._running = self._attempt.later_runs()
         return results

@@ -16,6 +16,8 @@ from ort_accel.reporting import Reason, Report
 from ort_accel.runtime import journal
 from ort_accel.runtime.cache import ModelKeys
 from ort_accel.runtime.journal import CrashJournal, EndedBefore
+from ort_accel.runtime.left_files import FOREIGN_SECONDS, machine
+from ort_accel.runtime.running import leave_pages
 from ort_accel.runtime.session import Session
 from tests.forked import START
 
@@ -23,7 +25,7 @@ KEYS = ModelKeys("context")
 
 
 def train_once(folder):
-    """One step of a small model; returns its report, and the gradient beside that of eager PyTorch."""
+    """Two steps of a small model; returns its report, and the last gradient beside that of eager PyTorch."""
     torch.manual_seed(0)
     first, second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
 
@@ -37,17 +39,18 @@ def train_once(folder):
 
     gradients = []
     model = Model()
-    for _ in range(2):
+    for _ in range(3):
         model(torch.ones(3, 8)).backward()
         gradients.append(first.weight.grad.clone())
         first.weight.grad = None
         ort_accel.accelerate(model, {"engine": {"cache_dir": str(folder)}})
-    return ort_accel.report(model), *gradients
+    return ort_accel.report(model), gradients[0], gradients[-1]
 
 
 def run_once(folder, dies_in, signal_number):
-    """A process that trains, and dies when ONNX Runtime creates or runs a model with a Cos."""
+    """A process that trains, and dies when ONNX Runtime creates or runs a model with a Cos, or behind that."""
     original = Session.__init__, Session.__call__
+    runs = []
 
     def create(self, model, *args, **kwargs):
         self.is_fatal = b"Cos" in model
@@ -56,7 +59,8 @@ def run_once(folder, dies_in, signal_number):
         original[0](self, model, *args, **kwargs)
 
     def call(self, feeds):
-        if self.is_fatal and dies_in == "run":
+        runs.append(self)
+        if self.is_fatal and dies_in == {1: "run", 2: "later run"}.get(runs.count(self)):
             die()
         return original[1](self, feeds)
 
@@ -69,6 +73,8 @@ def run_once(folder, dies_in, signal_number):
     torch.set_num_threads(1)
     report, expected, got = train_once(folder)
     torch.testing.assert_close(got, expected)
+    if dies_in == "between":
+        die()
     Path(folder, "report.json").write_text(json.dumps(report.to_dict()))
 
 
@@ -91,6 +97,7 @@ def ended_runs(report):
     ("dies_in", "signal_number", "code", "left_to_pytorch"),
     [
         ("run", signal.SIGSEGV, -signal.SIGSEGV, {"aten.addmm.default", "aten.cos.default", "aten.sum.default"}),
+        ("later run", signal.SIGABRT, -signal.SIGABRT, {"aten.addmm.default", "aten.cos.default", "aten.sum.default"}),
         ("created", 0, 3, {"aten.cos.default"}),
     ],
 )
@@ -102,18 +109,28 @@ def test_what_ended_two_runs_is_left_to_pytorch(tmp_path, dies_in, signal_number
     assert ended_runs(report) == left_to_pytorch
     assert any(segment["runner"] == "onnxruntime" for segment in report["segments"]), "all is left to PyTorch"
     (note,) = report["notes"]
-    assert "2 runs ended while ONNX Runtime created or first ran it" in note
+    assert "2 runs ended while ONNX Runtime created or ran it" in note
     shutil.rmtree(tmp_path / journal.FOLDER)
     exit_code, report = run(tmp_path)
     assert (exit_code, report["fallbacks"], report["notes"]) == (0, [], [])
 
 
-def test_one_that_was_killed_is_tried_once_more_and_forgotten_if_that_goes_well(tmp_path):
-    assert run(tmp_path, "run", signal.SIGKILL)[0] == -signal.SIGKILL
+@pytest.mark.parametrize("dies_in", ["run", "later run"])
+def test_one_that_was_killed_is_tried_once_more_and_forgotten_if_that_goes_well(tmp_path, dies_in):
+    assert run(tmp_path, dies_in, signal.SIGKILL)[0] == -signal.SIGKILL
     exit_code, report = run(tmp_path)
     assert (exit_code, report["fallbacks"]) == (0, [])
     assert any("1 run ended" in note and "tried once more" in note for note in report["notes"])
     assert run(tmp_path)[1]["notes"] == []
+    assert marks(tmp_path) == []
+
+
+def test_what_others_end_is_no_sign_nor_is_an_end_between_two_runs(tmp_path):
+    assert run(tmp_path, "later run", signal.SIGTERM)[0] == -signal.SIGTERM
+    assert run(tmp_path, "between", signal.SIGKILL)[0] == -signal.SIGKILL
+    assert len(marks(tmp_path)) == 1, "the page of the second"
+    assert run(tmp_path)[1]["notes"] == []
+    assert marks(tmp_path) == []
 
 
 def test_nothing_stays_of_a_run_that_went_well_or_raised(tmp_path):
@@ -133,8 +150,8 @@ def test_what_another_process_is_doing_just_now_is_no_sign(tmp_path):
 
 
 def test_processes_that_died_together_count_once(tmp_path):
-    leave(tmp_path, 1, journal._machine(), 11)
-    leave(tmp_path, 1, journal._machine(), 12)
+    leave(tmp_path, 1, machine(), 11)
+    leave(tmp_path, 1, machine(), 12)
     report = Report()
     CrashJournal(tmp_path, KEYS, report).attempt(b"model", "part").succeeded()
     assert len(report.notes) == 1
@@ -142,7 +159,7 @@ def test_processes_that_died_together_count_once(tmp_path):
 
 
 def test_other_models_are_not_suspected(tmp_path):
-    leave(tmp_path, 2, journal._machine(), 11)
+    leave(tmp_path, 2, machine(), 11)
     report = Report()
     CrashJournal(tmp_path, KEYS, report).attempt(b"another model", "part")
     CrashJournal(tmp_path, ModelKeys("another onnxruntime"), report).attempt(b"model", "part")
@@ -154,7 +171,7 @@ def test_another_machine_may_still_be_at_it_for_an_hour(tmp_path):
     report = Report()
     CrashJournal(tmp_path, KEYS, report).attempt(b"model", "part")
     assert report.notes == []
-    hour_ago = time.time() - journal.FOREIGN_SECONDS - 1
+    hour_ago = time.time() - FOREIGN_SECONDS - 1
     os.utime(path, (hour_ago, hour_ago))
     with pytest.raises(EndedBefore, match="2 runs ended"):
         CrashJournal(tmp_path, KEYS, report).attempt(b"model", "part")
@@ -185,6 +202,7 @@ def disk(tmp_path):
         return folder
 
     yield mount
+    leave_pages()
     if folder.is_mount():
         subprocess.run(["umount", str(folder)], check=True)
     assert not folder.is_mount()
@@ -203,6 +221,7 @@ def test_a_full_disk_is_said_and_trained_with(disk, options):
 def test_a_disk_that_can_only_be_read_serves_what_it_has(disk):
     folder = disk("size=4m")
     made = train_once(folder)[0].counters["cache misses"]
+    leave_pages()
     disk("remount,ro")
     report, expected, got = train_once(folder)
     torch.testing.assert_close(got, expected)
@@ -212,7 +231,7 @@ def test_a_disk_that_can_only_be_read_serves_what_it_has(disk):
 
 def test_a_crash_is_remembered_where_it_cannot_be_written_any_more(disk):
     folder = disk("size=4m")
-    leave(folder, 2, journal._machine(), 11)
+    leave(folder, 2, machine(), 11)
     disk("remount,ro")
     with pytest.raises(EndedBefore):
         CrashJournal(folder, KEYS, Report()).attempt(b"model", "part")
