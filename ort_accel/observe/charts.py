@@ -68,25 +68,30 @@ def stacked_chart(
 ) -> Markup:
     """Amounts one on top of the other: what they are together, and the share of each.
 
-    Layers that are named `group: part` have one colour and one entry in the key for each group.
+    The layers of a group have one colour and one entry in the key.
     """
     marks = list(marks)
     totals = [sum(column) for column in zip(*layers.values(), strict=True)]
     across = level(places)
     up = upright([*totals, *(mark.value for mark in marks if not mark.across)], logarithmic=False)
-    groups = list(dict.fromkeys(name.partition(": ")[0] for name in layers))
+    groups = list(dict.fromkeys(map(group_of, layers)))
     parts = [*frame(across, up, x_name, y_name)]
     below = [0.0] * len(places)
     for name, amounts in layers.items():
         above = [under + amount for under, amount in zip(below, amounts, strict=True)]
         edge = [*zip(places, above, strict=True), *reversed(list(zip(places, below, strict=True)))]
         outline = " ".join(f"{across.place(x)},{up.place(y)}" for x, y in edge)
-        shape = {"points": outline, "fill": _colour(groups.index(name.partition(": ")[0])), "class_": "layer"}
+        shape = {"points": outline, "fill": _colour(groups.index(group_of(name))), "class_": "layer"}
         parts.append(tag("polygon", tag("title", name), **shape))
         below = above
     for mark in marks:
         parts += _marked(mark, across, up)
     return figure(caption, parts, groups, filled=True)
+
+
+def group_of(layer: str) -> str:
+    """The group of a layer that is named `group: part`."""
+    return layer.partition(": ")[0]
 
 
 def bar_chart(caption: str, bars: Iterable[tuple[str, Mapping[str, float], str]], names: Sequence[str] = ()) -> Markup:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ort_accel.observe.charts import Line, Mark
@@ -14,9 +15,32 @@ MIB = 2**20
 APART = 1.05
 """Two measured figures are shown both where one is so many times the other."""
 
-STEP = "{graph}: memory over a step, by what it is for"
-FRONTIER = "The peak of a step, as predicted for each choice that was tried"
-SEGMENT, AGAIN, PEAK = "segment, in the order of running", "ms computed again in a step, estimated", "MiB"
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """What all of them have."""
+
+    caption: str
+    x_name: str
+    measured: list[Mark]
+    y_name: str = "MiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlot(Plot):
+    """Memory over the step of a graph, by what it is for."""
+
+    layers: Mapping[str, list[float]]
+    """MiB in each segment."""
+    beginnings: list[Mark]
+    """Where the backward and the optimizer's step begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontierPlot(Plot):
+    """What each choice of what is computed again costs in a step, and the peak that it leads to."""
+
+    lines: list[Line]
 
 
 def foreseen(data: Data) -> list[Data]:
@@ -29,19 +53,48 @@ def _differ(graph: Data, other: Data) -> bool:
     return bool(graph["stages"] != other["stages"] or graph["frontier"] != other["frontier"])
 
 
-def layers(graph: Data) -> dict[str, list[float]]:
-    """MiB in each segment, by what they are for."""
+def step_plots(data: Data) -> list[StepPlot]:
+    """One for each graph whose step was predicted."""
+    return [
+        StepPlot(
+            caption=f"{graph['graph']}: memory over a step, by what it is for",
+            x_name="segment, in the order of running",
+            measured=_measured(data),
+            layers=_layers(graph),
+            beginnings=_beginnings(graph),
+        )
+        for graph in foreseen(data)
+    ]
+
+
+def frontier_plot(data: Data) -> FrontierPlot | None:
+    """The peak of a step for each choice, where there are several."""
+    lines = [
+        Line(graph["graph"], [(peak["cost_ms"], peak["bytes"] / MIB) for peak in graph["frontier"]])
+        for graph in foreseen(data)
+        if len(graph["frontier"]) > 1
+    ]
+    if not lines:
+        return None
+    return FrontierPlot(
+        caption="The peak of a step, as predicted for each choice that was tried",
+        x_name="ms computed again in a step, estimated",
+        measured=_measured(data),
+        lines=lines,
+    )
+
+
+def _layers(graph: Data) -> dict[str, list[float]]:
     stages = graph["stages"]
     return {name: [stage["amounts"][name] / MIB for stage in stages] for name in stages[0]["amounts"]}
 
 
-def beginnings(graph: Data) -> Iterator[Mark]:
-    """Where the backward and the optimizer's step begin."""
+def _beginnings(graph: Data) -> list[Mark]:
     phases = [stage["phase"] for stage in graph["stages"]]
-    return (Mark(phase, phases.index(phase), across=True) for phase in dict.fromkeys(phases) if phases.index(phase))
+    return [Mark(phase, phases.index(phase), across=True) for phase in dict.fromkeys(phases) if phases.index(phase)]
 
 
-def measured(data: Data) -> list[Mark]:
+def _measured(data: Data) -> list[Mark]:
     """The measured peak: what was in use, and the resident set where that is more."""
     found = data.get("measured_peak")
     if not found:
@@ -51,12 +104,3 @@ def measured(data: Data) -> list[Mark]:
         return [resident]
     used = Mark("measured, in use", (found["held"] + found["in_use"]) / MIB)
     return [used, resident] if resident.value > APART * used.value else [used]
-
-
-def frontier(data: Data) -> list[Line]:
-    """What each choice costs in a step, and the peak that it leads to."""
-    return [
-        Line(graph["graph"], [(peak["cost_ms"], peak["bytes"] / MIB) for peak in graph["frontier"]])
-        for graph in foreseen(data)
-        if len(graph["frontier"]) > 1
-    ]

@@ -6,19 +6,8 @@ from io import BytesIO
 from typing import Any
 
 from ort_accel.errors import OrtAccelError
-from ort_accel.observe.memory_plots import (
-    AGAIN,
-    FRONTIER,
-    PEAK,
-    SEGMENT,
-    STEP,
-    Data,
-    beginnings,
-    foreseen,
-    frontier,
-    layers,
-    measured,
-)
+from ort_accel.observe.charts import group_of
+from ort_accel.observe.memory_plots import Data, FrontierPlot, Plot, StepPlot, frontier_plot, step_plots
 
 WIDTH, HEIGHT, DOTS = 9.0, 4.2, 150
 """Inches of one plot, and dots in an inch."""
@@ -26,8 +15,8 @@ WIDTH, HEIGHT, DOTS = 9.0, 4.2, 150
 
 def memory_png(data: Data) -> bytes:
     """One picture: the step of each graph by what its memory is for, and the frontier where there is one."""
-    graphs, lines = foreseen(data), frontier(data)
-    if not graphs:
+    steps, frontier = step_plots(data), frontier_plot(data)
+    if not steps:
         raise OrtAccelError(
             "there is no predicted step to draw; set memory.budget or observe.memory_stats: true, and train a step"
         )
@@ -35,38 +24,38 @@ def memory_png(data: Data) -> bytes:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise OrtAccelError(f"a .png needs matplotlib ({error}); install ort-accel[report], or write .html") from error
-    rows = len(graphs) + bool(lines)
+    rows = len(steps) + (frontier is not None)
     picture = Figure((WIDTH, HEIGHT * rows), layout="constrained")
     plots = picture.subplots(rows, squeeze=False)[:, 0]
-    for plot, graph in zip(plots, graphs, strict=False):
-        _step(plot, graph, data)
-    if lines:
-        _frontier(plots[-1], data)
+    for axes, step in zip(plots, steps, strict=False):
+        _draw_step(axes, step)
+    if frontier is not None:
+        _draw_frontier(plots[-1], frontier)
     written = BytesIO()
     picture.savefig(written, format="png", dpi=DOTS)
     return written.getvalue()
 
 
-def _step(plot: Any, graph: Data, data: Data) -> None:
-    amounts = layers(graph)
-    groups = [name.partition(": ")[0] for name in amounts]
+def _draw_step(axes: Any, plot: StepPlot) -> None:
+    groups = [group_of(name) for name in plot.layers]
     colours = [f"C{list(dict.fromkeys(groups)).index(group)}" for group in groups]
     keys = [group if group not in groups[:index] else None for index, group in enumerate(groups)]
-    plot.stackplot(range(len(graph["stages"])), *amounts.values(), labels=keys, colors=colours, edgecolor="white")
-    for mark in beginnings(graph):
-        plot.axvline(mark.value, color="black", linestyle=":", linewidth=1)
-        plot.annotate(mark.name, (mark.value, 0), (-4, 6), textcoords="offset points", rotation=90, ha="right")
-    _finish(plot, data, title=STEP.format(graph=graph["graph"]), xlabel=SEGMENT)
+    amounts = list(plot.layers.values())
+    axes.stackplot(range(len(amounts[0])), *amounts, labels=keys, colors=colours, edgecolor="white")
+    for mark in plot.beginnings:
+        axes.axvline(mark.value, color="black", linestyle=":", linewidth=1)
+        axes.annotate(mark.name, (mark.value, 0), (-4, 6), textcoords="offset points", rotation=90, ha="right")
+    _finish(axes, plot)
 
 
-def _frontier(plot: Any, data: Data) -> None:
-    for line in frontier(data):
-        plot.plot(*zip(*line.points, strict=True), marker="o", label=line.name)
-    _finish(plot, data, title=FRONTIER, xlabel=AGAIN)
+def _draw_frontier(axes: Any, plot: FrontierPlot) -> None:
+    for line in plot.lines:
+        axes.plot(*zip(*line.points, strict=True), marker="o", label=line.name)
+    _finish(axes, plot)
 
 
-def _finish(plot: Any, data: Data, **words: str) -> None:
-    for mark, style in zip(measured(data), ("--", "-."), strict=False):
-        plot.axhline(mark.value, color="black", linestyle=style, linewidth=1, label=mark.name)
-    plot.set(**words, ylabel=PEAK, ylim=(0, None))
-    plot.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+def _finish(axes: Any, plot: Plot) -> None:
+    for mark, style in zip(plot.measured, ("--", "-."), strict=False):
+        axes.axhline(mark.value, color="black", linestyle=style, linewidth=1, label=mark.name)
+    axes.set(title=plot.caption, xlabel=plot.x_name, ylabel=plot.y_name, ylim=(0, None))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")

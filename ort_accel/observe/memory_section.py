@@ -6,20 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from ort_accel.observe.charts import bar_chart, line_chart, stacked_chart
 from ort_accel.observe.feature_table import WORDS
-from ort_accel.observe.memory_plots import (
-    AGAIN,
-    FRONTIER,
-    MIB,
-    PEAK,
-    SEGMENT,
-    STEP,
-    Data,
-    beginnings,
-    foreseen,
-    frontier,
-    layers,
-    measured,
-)
+from ort_accel.observe.memory_plots import MIB, Data, foreseen, frontier_plot, step_plots
 from ort_accel.observe.page import Content, Markup, folded, joined, table, tag
 from ort_accel.reporting import State
 
@@ -39,16 +26,16 @@ def memory_section(data: Data) -> Markup | None:
 
 
 def _steps(data: Data) -> Iterator[Markup]:
-    for graph in foreseen(data):
-        marks = [*beginnings(graph), *measured(data)]
-        caption = STEP.format(graph=graph["graph"])
-        yield stacked_chart(caption, range(len(graph["stages"])), layers(graph), SEGMENT, PEAK, marks)
+    for plot in step_plots(data):
+        places, marks = range(len(next(iter(plot.layers.values())))), [*plot.beginnings, *plot.measured]
+        yield stacked_chart(plot.caption, places, plot.layers, plot.x_name, plot.y_name, marks)
 
 
 def _frontier(data: Data) -> Content:
-    """The peak of a step for each choice of what is computed again, over what that costs."""
-    lines = frontier(data)
-    return line_chart(FRONTIER, lines, AGAIN, PEAK, marks=measured(data), whole=False) if lines else ""
+    plot = frontier_plot(data)
+    if plot is None:
+        return ""
+    return line_chart(plot.caption, plot.lines, plot.x_name, plot.y_name, marks=plot.measured, whole=False)
 
 
 def _peaks(data: Data) -> Content:
