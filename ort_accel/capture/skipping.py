@@ -20,8 +20,8 @@ from ort_accel.reporting import Report
 from ort_accel.rewrite.demand import Wishes
 from ort_accel.rewrite.front import Batch
 from ort_accel.rewrite.gradients import has_gradient
+from ort_accel.rewrite.passages import value_of
 from ort_accel.rewrite.pipeline import NothingToSkip, Proposal, kinds_of
-from ort_accel.rewrite.tokens import value_of
 from ort_accel.runtime.unread import UnreadTensor
 
 LOG = logging.getLogger("ort_accel")

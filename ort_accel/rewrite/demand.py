@@ -13,8 +13,9 @@ from ort_accel.lowering.nodes import is_part, is_view, op_name, returned, user_l
 from ort_accel.lowering.sizes import expression
 from ort_accel.rewrite.labels import Loss, loss_in
 from ort_accel.rewrite.padding import Attention, attention_in
+from ort_accel.rewrite.passages import Passage, value_of
 from ort_accel.rewrite.rows import Demand, Everything, Some, join
-from ort_accel.rewrite.tokens import Passage, passage, value_of
+from ort_accel.rewrite.tokens import passage
 from ort_accel.rewrite.upstream import chosen, sliced
 
 RESULT = "the model's result"

@@ -16,9 +16,9 @@ from ort_accel.lowering.row_attention import CAUSAL, FULL, MASKED
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
 from ort_accel.rewrite.gradients import has_gradient
 from ort_accel.rewrite.padding import Attention
+from ort_accel.rewrite.passages import value_of
 from ort_accel.rewrite.plan import Plan, RowSet
 from ort_accel.rewrite.rows import Atom, Extent, Keys, Labelled, Lifted, Place, Shifted
-from ort_accel.rewrite.tokens import value_of
 
 aten = torch.ops.aten
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ort_accel.rewrite.passages import value_of
 from ort_accel.rewrite.rows import Labelled, Some
-from ort_accel.rewrite.tokens import value_of
 
 aten = torch.ops.aten
 

@@ -20,9 +20,9 @@ from ort_accel.lowering.sizes import expression
 from ort_accel.rewrite.front import Front
 from ort_accel.rewrite.labels import Loss
 from ort_accel.rewrite.padding import Attention, flat_heads
+from ort_accel.rewrite.passages import Dims, rest_of, value_of
 from ort_accel.rewrite.plan import RowSet
 from ort_accel.rewrite.rows import Extent
-from ort_accel.rewrite.tokens import Dims, rest_of, value_of
 
 aten = torch.ops.aten
 

@@ -10,8 +10,8 @@ from torch import Tensor, fx
 
 from ort_accel.lowering.sizes import expression
 from ort_accel.rewrite.gradients import has_gradient
+from ort_accel.rewrite.passages import value_of
 from ort_accel.rewrite.rows import Demand, Everything, Keys, Some, lift
-from ort_accel.rewrite.tokens import value_of
 
 aten = torch.ops.aten
 

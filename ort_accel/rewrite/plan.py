@@ -12,8 +12,8 @@ from torch import fx
 from ort_accel.lowering.sizes import expression
 from ort_accel.rewrite.demand import Demands
 from ort_accel.rewrite.padding import Attention
+from ort_accel.rewrite.passages import value_of
 from ort_accel.rewrite.rows import Atom, Extent, Keys, Labelled, Lifted, Shifted, has_keys
-from ort_accel.rewrite.tokens import value_of
 
 
 @dataclass(frozen=True)

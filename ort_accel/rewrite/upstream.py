@@ -6,8 +6,9 @@ import torch
 from torch import fx
 
 from ort_accel.lowering.sizes import expression
+from ort_accel.rewrite.passages import Dims, value_of
+from ort_accel.rewrite.row_layout import is_whole
 from ort_accel.rewrite.rows import Demand, Place, Some, lift, shift
-from ort_accel.rewrite.tokens import Dims, is_whole, value_of
 
 aten = torch.ops.aten
 
