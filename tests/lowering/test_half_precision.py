@@ -11,6 +11,7 @@ from torch import nn
 import ort_accel
 from benchmarks.op_parity import Verdict, check, full_name, operators, ort_backend
 from ort_accel.reporting import Report
+from tests.lowering.through_ort import Lowered
 
 HALVES = [torch.float16, torch.bfloat16]
 ROUNDING = 2 * torch.finfo(torch.bfloat16).eps
@@ -58,3 +59,15 @@ def test_gradients_that_nobody_wants_do_not_keep_the_others_from_onnxruntime():
         model(given).sum().backward()
     torch.testing.assert_close(ours[0].weight.grad, eager[0].weight.grad)
     assert ort_accel.report(ours).fallbacks == []
+
+
+@pytest.mark.parametrize("function", [torch.logaddexp, torch.maximum, torch.fmin, torch.clamp_max])
+def test_the_larger_of_two_float16_tensors_of_different_shapes(function):
+    """Kernels of onnxruntime-training 1.19.2 for it write past the end of their results, which ended the process."""
+    torch.manual_seed(0)
+    column, row = torch.randn(200, 1).half(), torch.randn(1, 300).half()
+    lowered = Lowered(function, (column, row))
+    assert lowered.refusals == {}
+    kept = [lowered(column, row)[0] for _ in range(30)]
+    for result in kept:
+        torch.testing.assert_close(result, function(column, row))

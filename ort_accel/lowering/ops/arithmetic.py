@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand
-from ort_accel.lowering.ops.elementwise import log1p_of, operand_as, root_of, trunc_of
+from ort_accel.lowering.ops.elementwise import extreme_of_two, log1p_of, operand_as, root_of, trunc_of
 from ort_accel.lowering.registry import lowers
 
 aten = torch.ops.aten
@@ -173,14 +173,13 @@ def floor_divide(graph: OnnxGraph, one: Any, other: Any) -> Any:
 
 
 def _extreme(graph: OnnxGraph, op_type: str, one: Any, other: Any) -> Any:
-    """The larger or smaller of two; NaN where either is, which kernels of half precision do not heed."""
+    """The larger or smaller of two; NaN where either is."""
     dtype = graph.result.dtype
     if dtype == torch.bool:
         return binary(graph, "Or" if op_type == "Max" else "And", one, other)
     if dtype != torch.float16:
         return binary(graph, op_type, one, other)
-    wide = [graph.cast_from(operand_as(graph, item, dtype), dtype, torch.float32) for item in (one, other)]
-    return graph.cast_from(graph.op(op_type, *wide), torch.float32, dtype)
+    return extreme_of_two(graph, op_type, operand_as(graph, one, dtype), operand_as(graph, other, dtype), dtype)
 
 
 def extreme(op_type: str) -> Any:
@@ -238,6 +237,7 @@ def logaddexp(graph: OnnxGraph, one: Operand, other: Operand) -> Any:
     dtype = graph.result.dtype
     first, second = operand_as(graph, one, dtype), operand_as(graph, other, dtype)
     gap = graph.op("Neg", graph.op("Abs", graph.op("Sub", first, second)))
-    total = graph.op("Add", graph.op("Max", first, second), log1p_of(graph, graph.op("Exp", gap), dtype))
+    larger = extreme_of_two(graph, "Max", first, second, dtype)
+    total = graph.op("Add", larger, log1p_of(graph, graph.op("Exp", gap), dtype))
     both_infinite = graph.op("And", graph.op("Equal", first, second), graph.op("IsInf", first))
     return graph.op("Where", both_infinite, first, total)

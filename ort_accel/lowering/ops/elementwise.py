@@ -19,6 +19,17 @@ def operand_as(graph: OnnxGraph, item: Any, dtype: torch.dtype) -> Any:
     return graph.cast(item, dtype) if isinstance(item, Operand) else graph.scalar(item, dtype)
 
 
+def extreme_of_two(graph: OnnxGraph, op_type: str, first: Any, second: Any, dtype: torch.dtype) -> Any:
+    """`Max` or `Min` of two values.
+
+    Kernels for float16 do not heed NaN, and those of onnxruntime-training 1.19.2 write past the end of the result where
+    the shapes differ, which ends the process sooner or later.
+    """
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    value = graph.op(op_type, *(graph.cast_from(item, dtype, wide) for item in (first, second)))
+    return graph.cast_from(value, wide, dtype)
+
+
 def common_dtype(*items: Any) -> torch.dtype:
     """The type that PyTorch computes in for these tensors and numbers."""
     stand_ins = [item.fake if isinstance(item, Operand) else item for item in items]
