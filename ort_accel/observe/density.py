@@ -177,5 +177,9 @@ def _in_layers(model: nn.Module) -> float:
 
 def _matrix(module: nn.Module) -> float:
     """Two FLOPs of each weight in the forward, two for the gradient of the input, two for that of the weight."""
-    weights = [weight for weight in module.parameters(recurse=False) if weight.ndim == 2]
-    return float(sum((6 if weight.requires_grad else 4) * weight.numel() for weight in weights))
+    total = 0.0
+    for weight in module.parameters(recurse=False):
+        shape = getattr(weight, "ds_shape", weight.shape)  # of weights that ZeRO-3 has spread, nothing else is here
+        if len(shape) == 2:
+            total += (6 if weight.requires_grad else 4) * shape.numel()
+    return total

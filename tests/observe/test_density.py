@@ -106,6 +106,14 @@ def test_the_work_of_a_model_is_that_of_its_weights():
     assert work_of(frozen).token[0] == work_of(llama()).token[0] * 4 / 6
 
 
+def test_weights_that_zero_3_has_spread_count_whole():
+    spread = llama()
+    for weight in spread.parameters():
+        weight.ds_shape = weight.shape
+        weight.data = weight.data.new_empty(0)
+    assert work_of(spread) == work_of(llama())
+
+
 def test_an_encoder_and_a_decoder_have_work_of_their_own():
     work = work_of(t5())
     assert len(work.token) == 2
