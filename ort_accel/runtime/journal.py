@@ -39,7 +39,7 @@ class CrashJournal:
 
     def __init__(self, folder: Path, keys: ModelKeys, report: Report) -> None:
         """`folder` is the cache's; any number of processes may share it."""
-        self.folder = folder / FOLDER
+        self.folder = (folder / FOLDER).absolute()
         self._keys, self._report = keys, report
         self._untold: list[_Marker] = []
         """What pages tell and cannot be written as files."""
@@ -85,13 +85,17 @@ class CrashJournal:
     def _take_in_pages(self) -> None:
         """Make files of what the pages of dead processes tell."""
         for page in left_pages(self.folder):
-            for key, number in running_at_the_end(page):
-                path = self.folder / f"{key}.{number}.{machine()}.{LATER}{page.name.rpartition('.')[2]}"
-                try:
-                    path.touch()
-                except OSError:
-                    self._untold.append(_Marker(path, number, machine()))
-            forget([page])
+            with suppress(FileNotFoundError):  # another process has just done so
+                for key, number in running_at_the_end(page):
+                    self._write_down(key, number, page.name.rpartition(".")[2])
+                forget([page])
+
+    def _write_down(self, key: str, number: int, process: str) -> None:
+        path = self.folder / f"{key}.{number}.{machine()}.{LATER}{process}"
+        try:
+            path.touch()
+        except OSError:
+            self._untold.append(_Marker(path, number, machine()))
 
     def _left_by_the_dead(self, key: str) -> list[_Marker]:
         try:

@@ -232,6 +232,9 @@ def test_a_disk_that_can_only_be_read_serves_what_it_has(disk):
 def test_a_crash_is_remembered_where_it_cannot_be_written_any_more(disk):
     folder = disk("size=4m")
     leave(folder, 2, machine(), 11)
+    later = KEYS.of(b"another model")
+    (folder / journal.FOLDER / f"running.{machine()}.12").write_bytes(f"{later}.2".encode().ljust(4096, b"\0"))
     disk("remount,ro")
-    with pytest.raises(EndedBefore):
-        CrashJournal(folder, KEYS, Report()).attempt(b"model", "part")
+    for model in (b"model", b"another model"):
+        with pytest.raises(EndedBefore):
+            CrashJournal(folder, KEYS, Report()).attempt(model, "part")
