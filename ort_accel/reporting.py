@@ -208,7 +208,7 @@ class PlanRow:
 
     cluster: str
     kind: int
-    """1 computes again from what is kept, 2 from a copy of a smaller type."""
+    """1 computes again from what is kept, 2 from a copy of a smaller type; 3 moves to host memory and back."""
     requested: int
     """How many places were asked for; 0 where nobody asked, -1 for all."""
     applied: int
@@ -219,20 +219,20 @@ class PlanRow:
     symbolic: str
     """The same with the names of the sizes that can change."""
     cost_ms: float
-    """Milliseconds that computing all its places again would take, estimated."""
+    """Milliseconds that computing all its places again, or moving them alone, would take, estimated."""
     shapes: tuple[str, ...]
     """Types and sizes of what it saves, in one place."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory of a step, predicted for one choice of what is computed again."""
+    """The most memory of a step, predicted for one choice of what is computed again or moved to host memory."""
 
     bytes: int
     resident: int
     """Those of parameters, buffers, inputs and optimizer states, which are there all the time."""
     cost_ms: float
-    """Milliseconds that computing again takes in every step, estimated."""
+    """Milliseconds that computing again and moving take in every step, estimated."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class MeasuredPeak:
 
 @dataclass
 class GraphMemory:
-    """What one pair of forward and backward graphs keeps, computes again, and takes."""
+    """What one pair of forward and backward graphs keeps, computes again, moves, and takes."""
 
     graph: str
     level: str
@@ -274,6 +274,10 @@ class GraphMemory:
     """How many operators are computed again."""
     cost_ms: float = 0.0
     """Milliseconds that this takes in every step, estimated."""
+    moved: int = 0
+    """Bytes that are moved to host memory, and back, in every step."""
+    moving_ms: float = 0.0
+    """Milliseconds that a step takes longer for it, estimated."""
     symbols: dict[str, int] = field(default_factory=dict)
     """The sizes that can change, as they were."""
     frontier: list[Peak] = field(default_factory=list)

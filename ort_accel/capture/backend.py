@@ -43,6 +43,7 @@ from ort_accel.reporting import Report
 from ort_accel.rewrite.pipeline import NothingToSkip, propose
 from ort_accel.runtime.cache import ModelCache, ModelKeys
 from ort_accel.runtime.flavor import Flavor
+from ort_accel.runtime.host_memory import host_memory
 from ort_accel.runtime.journal import CrashJournal
 from ort_accel.runtime.leaves import Leaves
 from ort_accel.runtime.place import CPU
@@ -173,9 +174,11 @@ class Backend:
         return config == self.config and device == self.place.device
 
     def release(self) -> None:
-        """Leave the parameters of the model."""
+        """Leave the parameters of the model, and give pinned memory back."""
         if self.lowering.leaves is not None:
             self.lowering.leaves.close()
+        if self.config.memory.offload:
+            host_memory(self.place.device).release()
 
     def _report_file(self) -> ReportFile | None:
         """Where the report goes: at the latest when this backend, or the process, comes to its end."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Callable
 from operator import attrgetter
@@ -84,15 +83,13 @@ OBEYED = (
     "memory.external_allocator",
     "memory.budget",
     "memory.early_gradient_release",
+    "memory.offload",
     "observe.log_level",
     "observe.report_file",
     "observe.memory_stats",
     "observe.activation_statistics",
 )
 """Keys whose every value is obeyed, or refused where it is read."""
-
-FIXED = ("memory.offload",)
-"""Keys that nothing reads in this version, so that only their default is true."""
 
 ONE_CAST = "a tensor is cast into a type once, and not into a wider type and back"
 
@@ -108,13 +105,10 @@ TRITON: dict[str, Callable[[Config], bool]] = {
 }
 """Wishes for kernels that are not generated."""
 
-_DEFAULTS = Config()
-
 
 def refuse_missing(config: Config) -> None:
     """Raise a `ConfigError` that lists every wish this version cannot obey."""
-    problems = [problem for path in FIXED if (problem := _problem(config, path)) is not None]
-    problems += [problem] if (problem := _immovable(config)) is not None else []
+    problems = [problem] if (problem := _immovable(config)) is not None else []
     problems += [Problem(path, f"{NO_TRITON}; remove the key") for path, wish in TRITON.items() if wish(config)]
     if problems:
         raise ConfigError(problems)
@@ -149,16 +143,6 @@ def record_features(
     _record_wish("observe.report_file", f"written to {file} when training ends" if file else "", report)
     _record_skipping(config, report)
     _record_memory(config, partitioned, report)
-
-
-def _problem(config: Config, path: str) -> Problem | None:
-    value, default = attrgetter(path)(config), attrgetter(path)(_DEFAULTS)
-    if value == default:
-        return None
-    shown = config.to_dict()
-    for part in path.split("."):
-        shown = shown[part]
-    return Problem(path, f"{json.dumps(shown)} is not to be had in this version of ort_accel; remove the key")
 
 
 def _immovable(config: Config) -> Problem | None:
@@ -270,6 +254,7 @@ def _record_memory(config: Config, partitioned: bool, report: Report) -> None:
         report.off("memory.level", budgeted or "nothing is computed again but what plans or the model ask for")
     kept = f"the least is computed again that keeps the predicted peak of a step within {memory.budget}"
     _record_wish("memory.budget", kept if memory.budget else "", report)
+    report.off("memory.offload", "nothing was compiled yet" if memory.offload else "not asked for")
     stats = "four phases of a step: the first ten steps, then at powers of two" if config.observe.memory_stats else ""
     _record_wish("observe.memory_stats", stats, report)
     _record_wish("memory.plans", ", ".join(memory.plans), report)

@@ -21,6 +21,7 @@ POOL_OPTIONS = {"gpu_mem_limit", "arena_extend_strategy"}
 CUDA_WISHES: dict[str, Callable[[Config], bool]] = {
     "compute.conv_algorithm": lambda config: config.compute.conv_algorithm == "exhaustive",
     ALLOCATOR: lambda config: config.memory.external_allocator is True,
+    "memory.offload": lambda config: config.memory.offload,
 }
 """Keys that can be obeyed on a CUDA device only, and whether one asks for that."""
 

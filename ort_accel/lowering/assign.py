@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ort_accel.lowering.host_operators import is_move
 from ort_accel.lowering.nodes import fakes_in, is_random, is_watched, op_name, writes
 from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, Operand, Slower, describe
 from ort_accel.lowering.registry import lower, lowerings
@@ -60,6 +61,8 @@ class Assigner:
             return Refusal(Reason.UNSUPPORTED_OP, "not an ATen operator")
         if {str(target), str(target).rpartition(".")[0]} & self.unwanted or is_watched(node):
             return Refusal(Reason.WISH)
+        if is_move(node):
+            return Refusal(Reason.WISH, "memory.offload")
         if "scaled_dot_product" in str(target) or "flash_attention" in str(target):
             return Refusal(Reason.ATTENTION)
         if is_random(node):

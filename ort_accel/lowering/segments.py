@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ort_accel.lowering.assign import Refusal
+from ort_accel.lowering.host_operators import is_move
 from ort_accel.lowering.nodes import is_part, is_random, is_size, is_view, is_watched, tensors_of, writes
 from ort_accel.reporting import Runner
 
@@ -74,7 +75,7 @@ def cut(graph: fx.Graph, assignment: Assignment) -> list[Cut]:
     """Group nodes so that control changes hands as rarely as the data allows.
 
     Nodes that draw random numbers, write into their inputs or show them to a subscriber keep their order among each
-    other, and a write keeps its place among all others. A node that has to stay behind others begins a segment of its
+    other, and a write keeps its place among all others, as does a move to host memory and back. A node that has to stay behind others begins a segment of its
     own: within one, ONNX Runtime chooses the order.
     """
     todo = [node for node in graph.nodes if node in assignment.runner and node not in assignment.free]
@@ -113,7 +114,7 @@ def _dependencies(nodes: Sequence[fx.Node], free: set[fx.Node]) -> dict[fx.Node,
     seen: list[fx.Node] = []
     for node in nodes:
         waits[node] = sources(node, free) | ({write} if write else set())
-        if writes(node):
+        if writes(node) or is_move(node):
             waits[node].update(seen)
             write = node
         if writes(node) or is_random(node) or is_watched(node):

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from ort_accel.reporting import GraphMemory, MeasuredPeak, Peak, PlanRow, Report
 
-KINDS = {1: "recompute", 2: "keep a smaller copy"}
+OFFLOAD = 3
+KINDS = {1: "recompute", 2: "keep a smaller copy", OFFLOAD: "offload"}
 
 
 def mib(count: float) -> str:
@@ -50,7 +51,8 @@ def plan_table(rows: Sequence[PlanRow]) -> Table:
     table = _table("Plan", "", "config", "Freq", "Saving(B)", "Cost(ms)", "Saving Symbolic")
     for number, row in enumerate(rows, 1):
         state = "ON" if row.applied else "OFF"
-        config = f"{row.cluster}:{row.kind}:{row.applied if 0 < row.applied < row.frequency else -1}"
+        count = row.applied if 0 < row.applied < row.frequency else -1
+        config = f"{row.cluster}:{row.kind}:{count}" if row.kind != OFFLOAD else f"{row.cluster} offload"
         cells = (str(row.frequency), f"{row.saving:,}", f"{row.cost_ms:.2f}", row.symbolic)
         table.add_row(f"Plan {number}", state, Text(config), *cells)
     return table
@@ -62,6 +64,8 @@ def _summary(graph: GraphMemory) -> Table:
     facts.add_row("memory of", f"{graph.graph}, level {graph.level}, {graph.layers} layers found")
     facts.add_row("kept for the backward", kept)
     facts.add_row("computed again", f"{graph.repeated} operators, about {graph.cost_ms:.1f} ms a step")
+    if graph.moved:
+        facts.add_row("moved to host memory", f"{mib(graph.moved)} MiB, about {graph.moving_ms:.1f} ms a step")
     if graph.frontier:
         facts.add_row("predicted peak of a step", predicted(graph.frontier[-1]))
     if len(graph.frontier) > 1:

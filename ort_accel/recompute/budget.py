@@ -1,59 +1,69 @@
-"""Choosing what to compute again so that the peak of a step stays within a budget, at the least cost.
+"""Choosing what to compute again, or to move to host memory, so that the peak of a step stays within a budget, at the
+least cost.
 
 One sequence of ever larger choices is made for a graph, whatever the budget: each round looks at the highest moments
-of the step as it would be, and takes those places whose values are alive then and that free most bytes for a
+of the step as it would be, and takes those places and moves whose values are alive then and that free most bytes for a
 millisecond. A budget takes the first choice of the sequence that it holds. So a smaller budget computes again whatever
-a larger one does, and never takes more memory.
+a larger one does, moves whatever that moves, and never takes more memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from torch import fx
 
 from ort_accel.config.values import bytes_in
 from ort_accel.errors import OrtAccelError
 from ort_accel.recompute.cost import milliseconds
+from ort_accel.recompute.moves import Move
 from ort_accel.recompute.plans import Place
 from ort_accel.recompute.timeline import Timeline
 
 ROUNDS = 16
 """Each round frees about such a part of what is alive at the highest moment when nothing is computed again."""
 
-Foresee = Callable[[Collection[fx.Node]], Timeline]
-"""Tells how a step would go with these operators computed again."""
+Foresee = Callable[[Collection[fx.Node], Collection[str]], Timeline]
+"""Tells how a step would go with these operators computed again, and these values in host memory meanwhile."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Places that are computed again, what that takes, and how the step goes then."""
+    """Places that are computed again, values that are moved, what that takes, and how the step goes then."""
 
     places: tuple[Place, ...]
     nodes: frozenset[fx.Node]
     step: Timeline
+    moved: frozenset[str] = frozenset()
+    """The values, by their names."""
 
     @property
     def cost(self) -> float:
         """Milliseconds a step, as the cost model has it."""
-        return sum(map(milliseconds, self.nodes))
+        return sum(map(milliseconds, self.nodes)) + self.step.moving
 
 
-def choices(places: Sequence[Place], always: Collection[fx.Node], foresee: Foresee) -> Iterator[Choice]:
-    """Ever larger choices, from none of the places on; `always` is computed again in any case."""
-    choice = Choice((), frozenset(always), foresee(always))
+def choices(
+    places: Sequence[Place], always: Collection[fx.Node], foresee: Foresee, moves: Sequence[Move] = ()
+) -> Iterator[Choice]:
+    """Ever larger choices, from none of the places and moves on; `always` is computed again in any case."""
+    choice = Choice((), frozenset(always), foresee(always, ()))
     step = choice.step.own // ROUNDS
-    left = sorted(places, key=lambda place: -_worth(place))
+    left: list[Place | Move] = [*places, *moves]
     while True:
         yield choice
         live = set[str]().union(*(moment.live for moment in choice.step.highest))
-        taken = _most_worth(left, live, step)
+        taken = _most_worth(left, live, step, choice.moved)
         if not taken:
             return
-        left = [place for place in left if place not in taken]
-        nodes = choice.nodes.union(*(place.nodes for place in taken))
-        choice = Choice((*choice.places, *taken), nodes, foresee(nodes))
+        over = {kept.node for option in taken for kept in option.saved}
+        left = [option for option in left if not over.intersection(kept.node for kept in option.saved)]
+        again = [option for option in taken if isinstance(option, Place)]
+        moved = choice.moved.union(option.name for option in taken if isinstance(option, Move))
+        nodes = choice.nodes.union(*(place.nodes for place in again))
+        choice = Choice((*choice.places, *again), nodes, foresee(nodes, moved), moved)
 
 
 def within(budget: str | float, sequence: Iterator[Choice]) -> list[Choice]:
@@ -68,30 +78,50 @@ def within(budget: str | float, sequence: Iterator[Choice]) -> list[Choice]:
     return tried
 
 
-def _worth(place: Place) -> float:
-    """Bytes that are freed for a millisecond."""
-    return place.hint / max(place.cost, 1e-3)
+def _worth(option: Place | Move, moved: Collection[str]) -> float:
+    """Bytes that are freed for a millisecond, where these values are moved already."""
+    cost = option.cost if isinstance(option, Place) else option.cost_beside(moved)
+    return option.hint / max(cost, 1e-3)
 
 
-def _most_worth(left: Sequence[Place], live: Collection[str], wanted: int) -> list[Place]:
-    """The places that are worth most among those that free what is alive, until they free as much as is wanted."""
-    taken: list[Place] = []
+def _most_worth(
+    left: Sequence[Place | Move], live: Collection[str], wanted: int, moved: Collection[str]
+) -> list[Place | Move]:
+    """What is worth most among that which frees what is alive, until it frees as much as is wanted. A value is computed
+    again or moved, whichever is worth more."""
+    names, over, taken = set(moved), set[fx.Node](), list[Place | Move]()
+    queue = [(-_worth(option, names), place) for place, option in enumerate(left) if _freed(option, live)]
+    heapify(queue)
     freed = 0
-    for place in left:
-        bytes_freed = sum(kept.hint for kept in place.saved if kept.node.name in live)
-        if bytes_freed and freed < wanted:
-            taken.append(place)
-            freed += bytes_freed
+    while queue and freed < wanted:
+        _, place = heappop(queue)
+        option = left[place]
+        if over.intersection(kept.node for kept in option.saved):
+            continue
+        worth = _worth(option, names)  # a move is worth less with each other one that waits in the same queue
+        if queue and worth < -queue[0][0]:
+            heappush(queue, (-worth, place))
+            continue
+        taken.append(option)
+        over.update(kept.node for kept in option.saved)
+        names.update([option.name] if isinstance(option, Move) else ())
+        freed += _freed(option, live)
     return taken
+
+
+def _freed(option: Place | Move, live: Collection[str]) -> int:
+    """Bytes that it frees of what is alive."""
+    return sum(kept.hint for kept in option.saved if kept.node.name in live)
 
 
 def _infeasible(budget: str | float, limit: int, tried: Sequence[Choice]) -> OrtAccelError:
     least = min(choice.step.peak for choice in tried)
+    moved = " or moved" if tried[-1].moved else ""
     whole = tried[0].step
     smallest = f"{-(-least * 100 // whole.peak) / 100}" if isinstance(budget, float) else f"{-(-least // 2**20)}MiB"
     return OrtAccelError(
         f"memory.budget: {budget} allows {limit / 2**20:,.1f} MiB, and a step takes {least / 2**20:,.1f} MiB even with "
-        f"everything computed again that can be, of which parameters, inputs and optimizer states are "
+        f"everything computed again{moved} that can be, of which parameters, inputs and optimizer states are "
         f"{whole.resident / 2**20:,.1f} MiB; the smallest budget that can be kept is {smallest}; write that or more, "
         "or take a smaller batch"
     )

@@ -17,11 +17,15 @@ from ort_accel.recompute.checkpoints import take_marks
 from ort_accel.recompute.cost import milliseconds
 from ort_accel.recompute.graph import forward_nodes, whole
 from ort_accel.recompute.layers import Layers, find_layers, region
+from ort_accel.recompute.moves import Movable, Moved, move
+from ort_accel.recompute.onnx_names import cluster_of
 from ort_accel.recompute.partition import Pair, partition, rehearsed
-from ort_accel.recompute.plans import COMPROMISE, RECOMPUTE, Option, Place, Probe, Wish, find_plans, matched
-from ort_accel.recompute.stash import stash, total
+from ort_accel.recompute.plans import COMPROMISE, OFFLOAD, RECOMPUTE, Option, Place, Probe, Wish, find_plans, matched
+from ort_accel.recompute.stash import Kept, stash, total
 from ort_accel.recompute.timeline import Cutter, Timeline, timeline
 from ort_accel.reporting import GraphMemory, Peak, PlanRow, Report
+
+FEATURE = "memory.offload"
 
 LOG = logging.getLogger("ort_accel")
 
@@ -47,18 +51,29 @@ class Recompute:
     def partition(self, joint: fx.GraphModule, inputs: Any, graph: str, **how: Any) -> Pair:
         """Divide a joint graph, with what was chosen computed again in the backward."""
 
-        def foresee(nodes: Collection[fx.Node]) -> Timeline:
-            forward, backward = rehearsed(joint, inputs, nodes, **how)
-            wanted, frugal = how["num_fwd_outputs"], self._memory.frugal
-            return timeline(forward, backward, wanted, self._cutter, frugal, self._steps_early)
+        wanted = how["num_fwd_outputs"]
 
-        chosen = self.choose(joint.graph, graph, foresee)
+        def foresee(nodes: Collection[fx.Node], values: Collection[str]) -> Timeline:
+            pair = rehearsed(joint, inputs, nodes, **how)
+            moved = move(pair, wanted, values)
+            step = timeline(*pair, wanted, self._cutter, self._memory.frugal, self._steps_early)
+            step.moving = moved.cost
+            return step
+
+        movable = Movable(joint.graph, wanted) if self._memory.offload else None
+        chosen, values = self.choose(joint.graph, graph, foresee, movable)
         divided = partition(joint, inputs, chosen, **how)
-        self._report.memory[graph].stash = total(stash(joint.graph))
+        record = self._report.memory[graph]
+        record.stash = total(stash(joint.graph))
+        if movable is not None:
+            self._move(divided, wanted, values, movable, record)
         return divided
 
-    def choose(self, joint: fx.Graph, graph: str, foresee: Foresee) -> set[fx.Node]:
-        """The operators that are computed again, recorded in the report."""
+    def choose(
+        self, joint: fx.Graph, graph: str, foresee: Foresee, movable: Movable | None
+    ) -> tuple[set[fx.Node], Collection[str]]:
+        """The operators that are computed again, recorded in the report, and the names of the values that are moved."""
+        values: Collection[str] = ()
         marks = take_marks(joint)
         layers = find_layers(forward_nodes(joint))
         record = GraphMemory(graph, str(self._memory.level), layers=len(layers.starts))
@@ -72,18 +87,33 @@ class Recompute:
             always = marks.again.union(*(place.nodes for place in taken))
             free = [p for option in options if option.kind == RECOMPUTE for p in option.places if p not in taken]
             free = [place for place in free if not place.nodes & marks.borders]
-            tried = within(self._memory.budget, choices(free, always, foresee))
+            moves = movable.moves() if movable is not None else []
+            tried = within(self._memory.budget, choices(free, always, foresee, moves))
             steps = [(choice.nodes, choice.step) for choice in tried]
-            taken += tried[-1].places
+            taken, values = [*taken, *tried[-1].places], tried[-1].moved
         chosen = marks.again.union(*(place.nodes for place in taken))
         if self._predicts and not steps:
-            steps = [(nodes, foresee(nodes)) for nodes in ([(), chosen] if chosen else [()])]
+            steps = [(nodes, foresee(nodes, ())) for nodes in ([(), chosen] if chosen else [()])]
         if steps:
             record.frontier = [_peak(nodes, step) for nodes, step in steps]
             record.stages = account(steps[-1][1], region(forward_nodes(joint), layers), len(layers.starts))
         record.plans = _rows(options, wishes, taken)
         self._record(record, joint, chosen)
-        return chosen
+        return chosen, values
+
+    def _move(
+        self, pair: Pair, wanted: int, values: Collection[str], movable: Movable, record: GraphMemory
+    ) -> None:
+        """Move these values, where the divided graphs still keep them, and record it."""
+        moved = move(pair, wanted, values)
+        record.stash -= moved.bytes
+        record.moved, record.moving_ms = moved.bytes, moved.cost
+        record.plans += _move_rows(movable, moved)
+        offloaded = sum(graph.moved for graph in self._report.memory.values())
+        if offloaded:
+            self._report.applied(FEATURE, f"{offloaded / 2**20:,.1f} MiB go to host memory and back in every step")
+        else:
+            self._report.off(FEATURE, "nothing is moved: the budget is kept at less cost without")
 
     def _level(self) -> int:
         return 0 if self._memory.level == "auto" else self._memory.level
@@ -117,7 +147,7 @@ class Recompute:
 
 
 def _peak(nodes: Collection[fx.Node], step: Timeline) -> Peak:
-    return Peak(step.peak, step.resident, sum(map(milliseconds, nodes)))
+    return Peak(step.peak, step.resident, sum(map(milliseconds, nodes)) + step.moving)
 
 
 def within_layers(joint: fx.Graph, layers: Layers) -> set[fx.Node]:
@@ -147,6 +177,27 @@ def _rows(options: Sequence[Option], wishes: Sequence[Wish], taken: Iterable[Pla
             tuple(kept.shape for kept in option.places[0].saved),
         )
         for option in options
+    ]
+
+
+def _move_rows(movable: Movable, moved: Moved) -> list[PlanRow]:
+    """One for each kind of operator whose results can be moved."""
+    kinds: dict[str, list[Kept]] = {}
+    for kept in movable.values.values():
+        kinds.setdefault(cluster_of([whole(kept.node)]) or "Identity+", []).append(kept)
+    return [
+        PlanRow(
+            cluster,
+            OFFLOAD,
+            0,
+            sum(kept.node.name in moved.values for kept in values),
+            len(values),
+            sum(kept.hint for kept in values),
+            str(sympy.expand(sum(kept.bytes for kept in values))),
+            movable.cost([kept.node.name for kept in values]),
+            (values[0].shape,),
+        )
+        for cluster, values in kinds.items()
     ]
 
 

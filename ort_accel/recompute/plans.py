@@ -25,6 +25,8 @@ MOST_NODES = 50
 """A plan that would repeat more than this is none."""
 
 OFF, RECOMPUTE, COMPROMISE = 0, 1, 2
+OFFLOAD = 3
+"""What a budget may do with values beside; no plan of a user asks for it."""
 _SHOWN = 8
 
 

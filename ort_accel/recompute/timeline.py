@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from ort_accel.lowering.early_gradients import Gradients
+from ort_accel.lowering.host_operators import is_on_host
 from ort_accel.lowering.nodes import fakes_in, is_part, is_size, is_view, returned, tensors_of, writes
 from ort_accel.lowering.segments import Cut
 from ort_accel.recompute.gradients import gradients_of
@@ -71,6 +72,8 @@ class Timeline:
     """The moments that make it so much: less alive at any of them may make it less."""
     stages: list[Stage] = field(default_factory=list)
     """The segments in the order of running, and the optimizer's step."""
+    moving: float = 0.0
+    """Milliseconds that it takes longer because values are moved to host memory and back, as the cost model has it."""
 
     @property
     def resident(self) -> int:
@@ -202,8 +205,9 @@ def _read(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _made(node: fx.Node) -> list[fx.Node]:
-    """The values that a node computes into memory of their own."""
-    return [] if is_view(node) or is_part(node) or writes(node) else tensors_of(node)
+    """The values that a node computes into memory of their own, on the device."""
+    is_none = is_view(node) or is_part(node) or writes(node) or is_on_host(node)
+    return [] if is_none else tensors_of(node)
 
 
 def _bytes(node: fx.Node) -> int:
