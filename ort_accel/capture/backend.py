@@ -93,7 +93,8 @@ class Backend:
         self.foreseen = Foreseen()
         cutter = partial(foreseen, lowering=self.lowering)
         steps_early = self.lowering.leaves is not None and config.optimizer.step_in_backward
-        self.recompute = Recompute(config.memory, report, cutter, config.observe.memory_stats, steps_early)
+        predicts, shares = config.observe.memory_stats, self.place.torch_memory
+        self.recompute = Recompute(config.memory, report, cutter, predicts, steps_early, shares)
         self._graphs = 0
         self._is_broken = False
         self.report_file = self._report_file()

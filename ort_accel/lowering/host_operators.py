@@ -63,5 +63,5 @@ def _(kept: Tensor, device: torch.device) -> Tensor:
 
 
 @register_fake("ort_accel::moved")  # type: ignore[untyped-decorator]
-def _(result: Tensor, source: Tensor) -> None:
+def _(*_: Tensor) -> None:
     return None

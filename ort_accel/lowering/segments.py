@@ -75,8 +75,8 @@ def cut(graph: fx.Graph, assignment: Assignment) -> list[Cut]:
     """Group nodes so that control changes hands as rarely as the data allows.
 
     Nodes that draw random numbers, write into their inputs or show them to a subscriber keep their order among each
-    other, and a write keeps its place among all others, as does a move to host memory and back. A node that has to stay behind others begins a segment of its
-    own: within one, ONNX Runtime chooses the order.
+    other, and a write, or a move to host memory or back, keeps its place among all others. A node that has to stay
+    behind others begins a segment of its own: within one, ONNX Runtime chooses the order.
     """
     todo = [node for node in graph.nodes if node in assignment.runner and node not in assignment.free]
     waits = _dependencies(todo, assignment.free)
@@ -110,13 +110,13 @@ def _behind(nodes: Sequence[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
 def _dependencies(nodes: Sequence[fx.Node], free: set[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
     waits: dict[fx.Node, set[fx.Node]] = {}
     ordered: fx.Node | None = None
-    write: fx.Node | None = None
+    fixed: fx.Node | None = None
     seen: list[fx.Node] = []
     for node in nodes:
-        waits[node] = sources(node, free) | ({write} if write else set())
+        waits[node] = sources(node, free) | ({fixed} if fixed else set())
         if writes(node) or is_move(node):
             waits[node].update(seen)
-            write = node
+            fixed = node
         if writes(node) or is_random(node) or is_watched(node):
             if ordered is not None:
                 waits[node].add(ordered)

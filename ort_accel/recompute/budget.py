@@ -2,14 +2,17 @@
 least cost.
 
 One sequence of ever larger choices is made for a graph, whatever the budget: each round looks at the highest moments
-of the step as it would be, and takes those places and moves whose values are alive then and that free most bytes for a
+of the step as it would be, and takes those places whose values are alive then and that free most bytes for a
 millisecond. A budget takes the first choice of the sequence that it holds. So a smaller budget computes again whatever
-a larger one does, moves whatever that moves, and never takes more memory.
+a larger one does, and never takes more memory.
+
+Where values can be moved to host memory, there is a second sequence, which takes places and moves by what they are
+worth. A budget takes the cheaper of the two choices, so that no step costs more for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -25,7 +28,9 @@ from ort_accel.recompute.timeline import Timeline
 ROUNDS = 16
 """Each round frees about such a part of what is alive at the highest moment when nothing is computed again."""
 
-Foresee = Callable[[Collection[fx.Node], Collection[str]], Timeline]
+Budgeted = Place | Move
+
+Foresee = Callable[[frozenset[fx.Node], frozenset[str]], Timeline]
 """Tells how a step would go with these operators computed again, and these values in host memory meanwhile."""
 
 
@@ -45,78 +50,79 @@ class Choice:
         return sum(map(milliseconds, self.nodes)) + self.step.moving
 
 
-def choices(
-    places: Sequence[Place], always: Collection[fx.Node], foresee: Foresee, moves: Sequence[Move] = ()
-) -> Iterator[Choice]:
-    """Ever larger choices, from none of the places and moves on; `always` is computed again in any case."""
-    choice = Choice((), frozenset(always), foresee(always, ()))
-    step = choice.step.own // ROUNDS
-    left: list[Place | Move] = [*places, *moves]
+def choices(options: Sequence[Budgeted], always: Collection[fx.Node], foresee: Foresee) -> Iterator[Choice]:
+    """Ever larger choices, from none of the options on; `always` is computed again in any case."""
+    nodes, moved = frozenset(always), frozenset[str]()
+    choice = Choice((), nodes, foresee(nodes, moved))
+    step, left = choice.step.own // ROUNDS, list(options)
     while True:
         yield choice
-        live = set[str]().union(*(moment.live for moment in choice.step.highest))
-        taken = _most_worth(left, live, step, choice.moved)
+        taken = _most_worth(left, choice, step)
         if not taken:
             return
-        over = {kept.node for option in taken for kept in option.saved}
-        left = [option for option in left if not over.intersection(kept.node for kept in option.saved)]
+        left = [option for option in left if not _values(taken).intersection(_values([option]))]
         again = [option for option in taken if isinstance(option, Place)]
         moved = choice.moved.union(option.name for option in taken if isinstance(option, Move))
         nodes = choice.nodes.union(*(place.nodes for place in again))
         choice = Choice((*choice.places, *again), nodes, foresee(nodes, moved), moved)
 
 
-def within(budget: str | float, sequence: Iterator[Choice]) -> list[Choice]:
-    """The choices up to the first one that a budget holds; an error with the smallest budget where it holds none."""
-    tried = [next(sequence)]
-    limit = int(budget * tried[0].step.peak) if isinstance(budget, float) else bytes_in(budget)
-    while tried[-1].step.peak > limit:
-        following = next(sequence, None)
-        if following is None:
-            raise _infeasible(budget, limit, tried)
-        tried.append(following)
-    return tried
+def within(budget: str | float, sequences: Sequence[Iterator[Choice]]) -> list[Choice]:
+    """The choices of a sequence up to the first one that a budget holds, of that sequence where this costs least; an
+    error with the smallest budget where none holds."""
+    tried = [[next(sequence)] for sequence in sequences]
+    limit = int(budget * tried[0][0].step.peak) if isinstance(budget, float) else bytes_in(budget)
+    for so_far, sequence in zip(tried, sequences, strict=True):
+        while so_far[-1].step.peak > limit and (following := next(sequence, None)) is not None:
+            so_far.append(following)
+    held = [so_far for so_far in tried if so_far[-1].step.peak <= limit]
+    if not held:
+        raise _infeasible(budget, limit, [choice for so_far in tried for choice in so_far])
+    return min(held, key=lambda so_far: so_far[-1].cost)
 
 
-def _worth(option: Place | Move, moved: Collection[str]) -> float:
+def _values(options: Iterable[Budgeted]) -> set[fx.Node]:
+    """The values that are not kept any more."""
+    return {kept.node for option in options for kept in option.saved}
+
+
+def _worth(option: Budgeted, moved: Collection[str]) -> float:
     """Bytes that are freed for a millisecond, where these values are moved already."""
     cost = option.cost if isinstance(option, Place) else option.cost_beside(moved)
     return option.hint / max(cost, 1e-3)
 
 
-def _most_worth(
-    left: Sequence[Place | Move], live: Collection[str], wanted: int, moved: Collection[str]
-) -> list[Place | Move]:
-    """What is worth most among that which frees what is alive, until it frees as much as is wanted. A value is computed
-    again or moved, whichever is worth more."""
-    names, over, taken = set(moved), set[fx.Node](), list[Place | Move]()
-    queue = [(-_worth(option, names), place) for place, option in enumerate(left) if _freed(option, live)]
+def _most_worth(left: Sequence[Budgeted], choice: Choice, wanted: int) -> list[Budgeted]:
+    """What is worth most among that which frees what is alive when most is, until it frees as much as is wanted. A
+    value is computed again or moved, whichever is worth more."""
+    live = set[str]().union(*(moment.live for moment in choice.step.highest))
+    moved, taken = set(choice.moved), list[Budgeted]()
+    queue = [(-_worth(option, moved), place) for place, option in enumerate(left) if _freed(option, live)]
     heapify(queue)
     freed = 0
     while queue and freed < wanted:
         _, place = heappop(queue)
         option = left[place]
-        if over.intersection(kept.node for kept in option.saved):
+        if _values(taken).intersection(_values([option])):
             continue
-        worth = _worth(option, names)  # a move is worth less with each other one that waits in the same queue
+        worth = _worth(option, moved)  # a move is worth less with each other one that waits in the same queue
         if queue and worth < -queue[0][0]:
             heappush(queue, (-worth, place))
             continue
         taken.append(option)
-        over.update(kept.node for kept in option.saved)
-        names.update([option.name] if isinstance(option, Move) else ())
+        moved.update([option.name] if isinstance(option, Move) else ())
         freed += _freed(option, live)
     return taken
 
 
-def _freed(option: Place | Move, live: Collection[str]) -> int:
+def _freed(option: Budgeted, live: Collection[str]) -> int:
     """Bytes that it frees of what is alive."""
     return sum(kept.hint for kept in option.saved if kept.node.name in live)
 
 
 def _infeasible(budget: str | float, limit: int, tried: Sequence[Choice]) -> OrtAccelError:
     least = min(choice.step.peak for choice in tried)
-    moved = " or moved" if tried[-1].moved else ""
+    moved = " or moved" if any(choice.moved for choice in tried) else ""
     whole = tried[0].step
     smallest = f"{-(-least * 100 // whole.peak) / 100}" if isinstance(budget, float) else f"{-(-least // 2**20)}MiB"
     return OrtAccelError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import sympy
@@ -12,7 +13,7 @@ from torch import fx
 from ort_accel.config.plan_text import Plan, join_plans, read_plan_file
 from ort_accel.config.sections import Memory
 from ort_accel.recompute.account import account
-from ort_accel.recompute.budget import Foresee, choices, within
+from ort_accel.recompute.budget import Budgeted, Foresee, choices, within
 from ort_accel.recompute.checkpoints import take_marks
 from ort_accel.recompute.cost import milliseconds
 from ort_accel.recompute.graph import forward_nodes, whole
@@ -39,12 +40,19 @@ class Recompute:
     """`memory:` at work for one model."""
 
     def __init__(
-        self, memory: Memory, report: Report, cutter: Cutter, predicts: bool = False, steps_early: bool = False
+        self,
+        memory: Memory,
+        report: Report,
+        cutter: Cutter,
+        predicts: bool = False,
+        steps_early: bool = False,
+        shares_memory: bool = False,
     ) -> None:
         """`cutter` tells how graphs will be cut into segments. `predicts` asks for the peak of a step in the report,
         which takes a while; with a budget it is there anyway. `steps_early` says that the optimizer uses gradients up
-        within the backward."""
-        self._memory, self._report, self._cutter, self._steps_early = memory, report, cutter, steps_early
+        within the backward, `shares_memory` that ONNX Runtime takes its memory from PyTorch's allocator."""
+        self._memory, self._report, self._cutter = memory, report, cutter
+        self._steps_early, self._shares_memory = steps_early, shares_memory
         self._predicts = predicts or memory.budget is not None
         self._plans = _plans(memory)
 
@@ -53,10 +61,12 @@ class Recompute:
 
         wanted = how["num_fwd_outputs"]
 
-        def foresee(nodes: Collection[fx.Node], values: Collection[str]) -> Timeline:
+        @cache
+        def foresee(nodes: frozenset[fx.Node], values: frozenset[str]) -> Timeline:
             pair = rehearsed(joint, inputs, nodes, **how)
             moved = move(pair, wanted, values)
-            step = timeline(*pair, wanted, self._cutter, self._memory.frugal, self._steps_early)
+            frugal, early, shared = self._memory.frugal, self._steps_early, self._shares_memory
+            step = timeline(*pair, wanted, self._cutter, frugal, early, shared)
             step.moving = moved.cost
             return step
 
@@ -88,12 +98,13 @@ class Recompute:
             free = [p for option in options if option.kind == RECOMPUTE for p in option.places if p not in taken]
             free = [place for place in free if not place.nodes & marks.borders]
             moves = movable.moves() if movable is not None else []
-            tried = within(self._memory.budget, choices(free, always, foresee, moves))
+            both: list[Sequence[Budgeted]] = [free, [*free, *moves]] if moves else [free]
+            tried = within(self._memory.budget, [choices(options, always, foresee) for options in both])
             steps = [(choice.nodes, choice.step) for choice in tried]
             taken, values = [*taken, *tried[-1].places], tried[-1].moved
         chosen = marks.again.union(*(place.nodes for place in taken))
         if self._predicts and not steps:
-            steps = [(nodes, foresee(nodes, ())) for nodes in ([(), chosen] if chosen else [()])]
+            steps = [(nodes, foresee(frozenset(nodes), frozenset())) for nodes in ([(), chosen] if chosen else [()])]
         if steps:
             record.frontier = [_peak(nodes, step) for nodes, step in steps]
             record.stages = account(steps[-1][1], region(forward_nodes(joint), layers), len(layers.starts))
@@ -101,9 +112,7 @@ class Recompute:
         self._record(record, joint, chosen)
         return chosen, values
 
-    def _move(
-        self, pair: Pair, wanted: int, values: Collection[str], movable: Movable, record: GraphMemory
-    ) -> None:
+    def _move(self, pair: Pair, wanted: int, values: Collection[str], movable: Movable, record: GraphMemory) -> None:
         """Move these values, where the divided graphs still keep them, and record it."""
         moved = move(pair, wanted, values)
         record.stash -= moved.bytes

@@ -26,7 +26,9 @@ class Moment:
 class Pools:
     """Names of values that own memory, with their bytes, by pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: bool = False) -> None:
+        """`shared` says that ONNX Runtime takes its memory from PyTorch's pool, and gives it back there."""
+        self._shared = shared
         self.highest = {runner: Moment({}, 0) for runner in Runner}
         """The moment of each pool at which it holds most."""
         self.together = Moment({}, 0)
@@ -55,8 +57,8 @@ class Pools:
 
     @property
     def held(self) -> int:
-        """How much ONNX Runtime's pool holds."""
-        return self._arena.held
+        """How much ONNX Runtime holds."""
+        return self.in_ort if self._shared else self._arena.held
 
     def size_in_ort(self, name: str) -> int | None:
         """The bytes of a value in ONNX Runtime's pool; None for others."""
@@ -68,7 +70,7 @@ class Pools:
         self._bytes[pool] += size
         if pool is Runner.ORT:
             self._arena.take(name, size)
-        ort, torch = self._arena.held, self._bytes[Runner.PYTORCH]
+        ort, torch = self.held, self._bytes[Runner.PYTORCH]
         held = ort if pool is Runner.ORT else torch
         if held > self.highest[pool].bytes:
             self.highest[pool] = Moment(dict(self._live[pool]), held)

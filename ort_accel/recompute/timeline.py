@@ -6,7 +6,7 @@ captured with.
 
 ONNX Runtime and PyTorch have a pool of memory each, and neither uses what the other one has left. That of ONNX Runtime
 keeps what it ever held, so the peak of a step is the sum of both pools' highest moments, whenever they are; unless it
-gives back, behind every backward, what it does not use.
+gives back, behind every backward, what it does not use. On a CUDA device both can share one pool, PyTorch's.
 """
 
 from __future__ import annotations
@@ -93,15 +93,16 @@ def timeline(
     cutter: Cutter,
     shrinks: bool = False,
     steps_early: bool = False,
+    shared: bool = False,
 ) -> Timeline:
     """A step of these graphs, which are changed. Of what the forward gives, the first `wanted` outputs are the caller's
     and stay; the others are kept for the backward. `shrinks` says that ONNX Runtime's pool gives back, behind the
     backward, what it does not use; otherwise every step begins with all that it ever held. `steps_early` says that
-    gradients are used up as soon as the segment that makes them has run."""
+    gradients are used up as soon as the segment that makes them has run. `shared` says that there is one pool."""
     given = forward.graph.find_nodes(op="placeholder")
     trained = [node for node, slope in zip(given, returned(backward.graph), strict=False) if slope is not None]
     gradients = gradients_of(forward, backward, wanted) if steps_early else ()
-    pools = Pools()
+    pools = Pools(shared)
     step = Timeline(sum(map(_bytes, given)), STATES * sum(map(_bytes, trained)))
     step.stages += _Half(forward, {}, set()).stages("forward", pools, cutter(forward, ()))
     results = returned(forward.graph)
@@ -121,7 +122,7 @@ def timeline(
     step.stages.append(_stage("optimizer", pools))
     step.highest = [*pools.highest.values(), pools.together]
     step.own = pools.together.bytes
-    if not shrinks:
+    if not shrinks and not shared:
         step.own = sum(moment.bytes for moment in pools.highest.values())
         step.stages = [replace(stage, held=pools.highest[Runner.ORT].bytes) for stage in step.stages]
     return step

@@ -33,7 +33,7 @@ class HostMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._under_way: dict[int, _Copy] = {}
         """By the address of the result."""
 
@@ -64,7 +64,7 @@ class HostMemory:
             result.copy_(source, non_blocking=True)
             end = self._stream.record_event()
         for address, copy in list(self._under_way.items()):  # of steps that failed before they settled it
-            if copy.end.query():
+            if copy.end.query():  # type: ignore[no-untyped-call]
                 self._under_way.pop(address, None)
         self._under_way[result.data_ptr()] = _Copy(end, source, result)
         return result
