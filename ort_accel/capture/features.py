@@ -254,7 +254,7 @@ def _record_memory(config: Config, partitioned: bool, report: Report) -> None:
         report.off("memory.level", budgeted or "nothing is computed again but what plans or the model ask for")
     kept = f"the least is computed again that keeps the predicted peak of a step within {memory.budget}"
     _record_wish("memory.budget", kept if memory.budget else "", report)
-    report.off("memory.offload", "nothing was compiled yet" if memory.offload else "not asked for")
+    report.off("memory.offload", "no graph with a backward was compiled yet" if memory.offload else "not asked for")
     stats = "four phases of a step: the first ten steps, then at powers of two" if config.observe.memory_stats else ""
     _record_wish("observe.memory_stats", stats, report)
     _record_wish("memory.plans", ", ".join(memory.plans), report)

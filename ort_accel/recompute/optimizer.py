@@ -13,7 +13,7 @@ from torch import fx
 from ort_accel.config.plan_text import Plan, join_plans, read_plan_file
 from ort_accel.config.sections import Memory
 from ort_accel.recompute.account import account
-from ort_accel.recompute.budget import Budgeted, Foresee, choices, within
+from ort_accel.recompute.budget import Budgeted, Choice, Foresee, choices, within
 from ort_accel.recompute.checkpoints import take_marks
 from ort_accel.recompute.cost import milliseconds
 from ort_accel.recompute.graph import forward_nodes, whole
@@ -57,8 +57,7 @@ class Recompute:
         self._plans = _plans(memory)
 
     def partition(self, joint: fx.GraphModule, inputs: Any, graph: str, **how: Any) -> Pair:
-        """Divide a joint graph, with what was chosen computed again in the backward."""
-
+        """Divide a joint graph, with what was chosen computed again in the backward, or moved to host memory."""
         wanted = how["num_fwd_outputs"]
 
         @cache
@@ -83,7 +82,6 @@ class Recompute:
         self, joint: fx.Graph, graph: str, foresee: Foresee, movable: Movable | None
     ) -> tuple[set[fx.Node], Collection[str]]:
         """The operators that are computed again, recorded in the report, and the names of the values that are moved."""
-        values: Collection[str] = ()
         marks = take_marks(joint)
         layers = find_layers(forward_nodes(joint))
         record = GraphMemory(graph, str(self._memory.level), layers=len(layers.starts))
@@ -92,17 +90,16 @@ class Recompute:
         taken = self._level_places(joint, layers, options, graph) if self._level() else []
         taken = [place for place in taken if not place.nodes & marks.borders]
         taken += [place for wish in wishes for place in wish.places]
+        chosen = marks.again.union(*(place.nodes for place in taken))
         steps: list[tuple[Collection[fx.Node], Timeline]] = []
+        values: Collection[str] = ()
         if self._memory.budget is not None:
-            always = marks.again.union(*(place.nodes for place in taken))
             free = [p for option in options if option.kind == RECOMPUTE for p in option.places if p not in taken]
             free = [place for place in free if not place.nodes & marks.borders]
-            moves = movable.moves() if movable is not None else []
-            both: list[Sequence[Budgeted]] = [free, [*free, *moves]] if moves else [free]
-            tried = within(self._memory.budget, [choices(options, always, foresee) for options in both])
+            tried = self._within(self._memory.budget, free, movable, chosen, foresee)
             steps = [(choice.nodes, choice.step) for choice in tried]
             taken, values = [*taken, *tried[-1].places], tried[-1].moved
-        chosen = marks.again.union(*(place.nodes for place in taken))
+            chosen = chosen.union(*(place.nodes for place in tried[-1].places))
         if self._predicts and not steps:
             steps = [(nodes, foresee(frozenset(nodes), frozenset())) for nodes in ([(), chosen] if chosen else [()])]
         if steps:
@@ -111,6 +108,15 @@ class Recompute:
         record.plans = _rows(options, wishes, taken)
         self._record(record, joint, chosen)
         return chosen, values
+
+    @staticmethod
+    def _within(
+        budget: str | float, free: list[Place], movable: Movable | None, always: set[fx.Node], foresee: Foresee
+    ) -> list[Choice]:
+        """The choices up to that of a budget: by recomputation alone, or with moves where that costs less."""
+        moves = [item for item in movable.moves() if whole(item.kept.node) not in always] if movable else []
+        both: list[Sequence[Budgeted]] = [free, [*free, *moves]] if moves else [free]
+        return within(budget, [choices(options, always, foresee) for options in both])
 
     def _move(self, pair: Pair, wanted: int, values: Collection[str], movable: Movable, record: GraphMemory) -> None:
         """Move these values, where the divided graphs still keep them, and record it."""

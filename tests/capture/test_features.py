@@ -8,13 +8,11 @@ from torch import nn
 
 import ort_accel
 from ort_accel import ConfigError
-from ort_accel.capture.features import FIXED, OBEYED
+from ort_accel.capture.features import OBEYED
 from ort_accel.config import Config
 from ort_accel.reporting import State
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-
-MOVED = {"engine": {"provider": "cuda"}, "memory": {"offload": True, "budget": "1GiB"}}
 
 
 def leaves(section, path=""):
@@ -41,13 +39,13 @@ def features(**sections):
     return ort_accel.report(ort_accel.accelerate(nn.Linear(2, 2), sections)).features
 
 
-def test_every_key_is_either_obeyed_or_fixed():
-    assert sorted(leaves(Config())) == sorted([*OBEYED, *FIXED])
+def test_every_key_is_obeyed():
+    assert sorted(leaves(Config())) == sorted(OBEYED)
 
 
 def test_a_wish_that_cannot_be_obeyed_is_an_error():
-    with pytest.raises(ConfigError, match=r"memory.offload: .* not to be had in this version"):
-        ort_accel.accelerate(nn.Linear(2, 2), MOVED)
+    with pytest.raises(ConfigError, match=r"compute.triton.enabled: ort_accel generates no Triton kernels"):
+        ort_accel.accelerate(nn.Linear(2, 2), {"compute": {"triton": {"enabled": True}}})
 
 
 def test_what_is_obeyed_says_what_it_does(tmp_path):

@@ -78,11 +78,15 @@ def test_a_provider_for_another_device_than_the_models_is_refused(wish, where):
 
 @pytest.mark.parametrize(
     ("section", "key", "wish"),
-    [("compute", "conv_algorithm", "exhaustive"), ("memory", "external_allocator", True)],
+    [
+        ("compute", "conv_algorithm", {"conv_algorithm": "exhaustive"}),
+        ("memory", "external_allocator", {"external_allocator": True}),
+        ("memory", "offload", {"offload": True, "budget": 0.5}),
+    ],
 )
 def test_what_works_on_cuda_only_is_refused_for_a_model_on_the_cpu(section, key, wish):
     with pytest.raises(ConfigError, match=rf"{section}\.{key}: works on cuda only, and the model is on the CPU"):
-        ort_accel.accelerate(nn.Linear(2, 2), {section: {key: wish}})
+        ort_accel.accelerate(nn.Linear(2, 2), {section: wish})
 
 
 def test_a_cuda_model_shares_pytorchs_memory_by_default(runtime):

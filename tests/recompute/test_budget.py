@@ -31,15 +31,15 @@ def test_a_budget_is_kept_and_changes_no_bit(name):
 def test_a_smaller_budget_contains_the_choice_of_a_larger_one(monkeypatch):
     seen = []
 
-    def noted(share, sequence):
-        seen.append(budget.within(share, sequence))
+    def noted(share, sequences):
+        seen.append(budget.within(share, sequences))
         return seen[-1]
 
     monkeypatch.setattr(optimizer, "within", noted)
     memory = one_step("gpt2", {"budget": 0.7}, ROWS)[1]
     [sequence] = seen
     assert [choice.step.peak for choice in sequence] == [peak.bytes for peak in memory.frontier]
-    chosen = [budget.within(share / 100, iter(sequence))[-1] for share in range(100, 69, -5)]
+    chosen = [budget.within(share / 100, [iter(sequence)])[-1] for share in range(100, 69, -5)]
     for larger, smaller in pairwise(chosen):
         assert larger.nodes <= smaller.nodes
         assert larger.cost <= smaller.cost

@@ -1,0 +1,236 @@
+"""Values that lie in host memory between forward and backward come back to the bit, where a budget finds that cheapest.
+
+The tests move values on the CPU, where every copy is made as late as it may be: when its end is waited for.
+"""
+
+import copy
+import dataclasses
+import random
+import re
+
+import pytest
+import torch
+from rich.console import Console
+from torch import fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import ort_accel
+from ort_accel.capture import backend
+from ort_accel.errors import OrtAccelError
+from ort_accel.lowering import host_operators, islands
+from ort_accel.observe.memory import render_memory
+from ort_accel.recompute import moves, optimizer, transfers
+from ort_accel.recompute.budget import choices
+from ort_accel.recompute.moves import Move
+from ort_accel.recompute.plans import OFFLOAD, RECOMPUTE, Place
+from ort_accel.recompute.pools import Moment
+from ort_accel.recompute.stash import Kept
+from ort_accel.recompute.timeline import Timeline
+from ort_accel.recompute.transfers import Station, Way, coming, leaving, waiting
+from ort_accel.runtime import place
+from ort_accel.runtime.host_memory import HostMemory
+from tests.against_eager import assert_same, compilations, step
+from tests.recompute.models import accelerated, assert_same_bits, model_and_batch
+
+
+class LateMemory(HostMemory):
+    """Host memory whose copies hold nonsense until somebody waits for them."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.begun = 0
+        self.pending = {}
+        self.results = []
+
+    def _begin(self, source, result):
+        result.fill_(torch.nan if result.is_floating_point() else 1)
+        self.begun += result.nbytes
+        self.pending[result.data_ptr()] = source
+        self.results.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    def settle(self, result):
+        result.copy_(self.pending.pop(result.data_ptr()))
+
+    def is_empty(self):
+        return not self.pending and all(result.expired() for result in self.results)
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Models on the CPU may move values, however small, as on a device whose memory ONNX Runtime and PyTorch share."""
+    memory = LateMemory()
+    monkeypatch.setattr(host_operators, "host_memory", lambda _: memory)
+    monkeypatch.setattr(backend, "place_for", lambda *_: place.Place(torch_memory=True))
+    monkeypatch.setattr(moves, "LEAST_BYTES", 1)
+    monkeypatch.setattr(islands, "MOST_ELEMENTS", 0)  # so that cuts for moves leave every operator with its runner
+    return memory
+
+
+def move_some(monkeypatch, share):
+    """Let a budget move a share of all values, by chance, and compute nothing again."""
+
+    def chosen(_, sequences):
+        [plain, _] = sequences
+        first = next(plain)
+        return [first, dataclasses.replace(first, moved=frozenset(drawn[-1]))]
+
+    class Drawn(optimizer.Movable):
+        def __init__(self, *how):
+            super().__init__(*how)
+            drawn.append(random.Random(len(self.values)).sample(list(self.values), int(share * len(self.values))))
+
+    drawn = []
+    monkeypatch.setattr(optimizer, "within", chosen)
+    monkeypatch.setattr(optimizer, "Movable", Drawn)
+
+
+def losses_at_once(model, batch):
+    """Gradients that are accumulated over two forwards in a row, one backward twice, and a forward without backward."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    first, second = model(**batch).loss, model(**batch).loss
+    model(**batch)
+    second.backward(retain_graph=True)
+    first.backward()
+    second.backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@torch._functorch.config.patch(donated_buffer=False)  # which forbids a second backward
+@pytest.mark.parametrize(("name", "share"), [("bert", 1.0), ("gpt2", 0.5)])
+def test_what_was_moved_comes_back_to_the_bit(late, monkeypatch, name, share):
+    plain = accelerated(name, {"level": 0})
+    batch = model_and_batch(name)[1]
+    trace, together = step(plain, **batch), losses_at_once(plain, batch)
+    move_some(monkeypatch, share)
+    ours = accelerated(name, {"budget": "1GiB", "offload": True})
+    assert_same_bits(step(ours, **batch), trace)
+    [memory] = ort_accel.report(ours).memory.values()
+    assert late.begun == 2 * memory.moved
+    assert memory.stash == memory.stash_without - memory.moved
+    assert memory.moved > 0.3 * share * memory.stash_without
+    assert late.is_empty()
+    for one, other in zip(losses_at_once(ours, batch), together, strict=True):
+        assert torch.equal(one, other)
+    assert late.is_empty()
+
+
+class Chain(nn.Module):
+    """Layers that all keep something of one size, and nothing that can be computed again without the one before."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = nn.functional.dropout(torch.tanh(layer(x)), 0.1)
+        return x.square().mean()
+
+
+def on_a_budget(model, budget, *, offload):
+    settings = {"memory": {"budget": budget, "offload": offload}, "observe": {"log_level": "error"}}
+    return ort_accel.accelerate(copy.deepcopy(model), settings)
+
+
+def test_a_budget_below_what_recomputation_reaches_is_kept_by_moving_values(late, monkeypatch):
+    monkeypatch.setattr(transfers, "LINK_BYTES_PER_MS", 500e3)
+    torch.manual_seed(0)
+    model, batch = Chain(6), torch.randn(1024, 64)
+    with pytest.raises(OrtAccelError, match="everything computed again that can be") as error:
+        step(on_a_budget(model, 0.01, offload=False), batch)
+    budget = float(str(error.value).partition("can be kept is ")[2].partition(";")[0]) - 0.1
+    ours = on_a_budget(model, budget, offload=True)
+    assert_same(step(ours, batch), step(model, batch))
+    [memory] = ort_accel.report(ours).memory.values()
+    without, *_, chosen = memory.frontier
+    assert max(sum(stage.amounts.values()) for stage in memory.stages) == chosen.bytes <= budget * without.bytes
+    assert late.begun == 2 * memory.moved > 0
+    assert sum(row.applied for row in memory.plans if row.kind == OFFLOAD) > 0
+    assert f"{memory.moved / 2**20:,.1f} MiB" in ort_accel.report(ours).features["memory.offload"].effect
+    with (console := Console(width=200)).capture() as shown:
+        console.print(render_memory(ort_accel.report(ours)))
+    assert re.search(r"moved to host memory +\d", shown.get())
+    assert re.search(r"ON +[+\w]+ offload", shown.get())
+    step(ours, batch[:768])
+    compiled = compilations(ours)
+    assert_same(step(ours, batch[:512]), step(model, batch[:512]))
+    assert compilations(ours) == compiled
+    assert late.is_empty()
+
+
+def test_a_budget_that_nothing_keeps_says_the_smallest_with_moves(late):
+    with pytest.raises(OrtAccelError, match="everything computed again or moved that can be"):
+        step(on_a_budget(Chain(2), 0.01, offload=True), torch.randn(64, 64))
+
+
+WAY = Way(clock=[0.0, 1.0, 2.0, 3.0, 4.0], at={"early": 1, "late": 3})
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    monkeypatch.setattr(transfers, "LINK_BYTES_PER_MS", 1.0)
+
+
+def test_values_go_behind_their_last_reader_one_after_the_other_and_are_gone_when_copied(slow):
+    sizes = {"early": 2, "late": 2}
+    stations = leaving(WAY, sizes)
+    assert stations == [Station(1, ("early",), ()), Station(3, ("late",), ("early",)), Station(4, (), ("late",))]
+    assert waiting(WAY, stations, sizes) == 1, "the last copy takes a millisecond longer than the forward"
+
+
+def test_values_begin_to_come_as_late_as_the_queue_allows(slow):
+    sizes = {"early": 1, "late": 1}
+    stations = coming(WAY, sizes)
+    assert stations == [Station(0, ("early",), ()), Station(1, (), ("early",)), *later(2, "late")]
+    assert waiting(WAY, stations, sizes) == 0
+    crowded = {"early": 1, "late": 4}
+    assert waiting(WAY, coming(WAY, crowded), crowded) == 2, "five milliseconds of copies, three before the last reader"
+
+
+def later(node, name):
+    return [Station(node, (name,), ()), Station(node + 1, (), (name,))]
+
+
+def test_many_values_share_few_stations(slow):
+    way = Way(clock=list(range(101)), at={str(place): place for place in range(100)})
+    assert len(leaving(way, dict.fromkeys(way.at, 1))) <= 2 * transfers.GROUPS
+
+
+class Queue:
+    """Moves that cost so many milliseconds each where they are alone, and ten times as many beside others."""
+
+    def __init__(self, alone):
+        self.alone = alone
+
+    def cost(self, names):
+        return sum(self.alone[name] for name in names) * (1 if len(names) == 1 else 10)
+
+
+def options(again, moved):
+    """Values of a KiB, each of which can be computed again or moved in so many milliseconds."""
+    graph, queue = fx.Graph(), Queue(moved)
+    kept = {name: Kept(graph.create_node("call_function", torch.relu, (), {}, name)) for name in again}
+    for item in kept.values():
+        item.node.meta["val"] = torch.empty(256, device="meta")
+    places = [Place("Relu+", RECOMPUTE, frozenset([kept[n].node]), (kept[n],), cost=cost) for n, cost in again.items()]
+    return [*places, *(Move(item, queue) for item in kept.values())]
+
+
+@pytest.mark.parametrize(
+    ("again", "moved", "names"),
+    [
+        ({"a": 5.0}, {"a": 1.0}, {"a"}),
+        ({"a": 1.0}, {"a": 5.0}, set()),
+        ({"a": 5.0, "b": 5.0}, {"a": 1.0, "b": 2.0}, {"a"}),  # the second would wait behind the first
+    ],
+)
+def test_the_cheapest_is_chosen_for_each_value(again, moved, names):
+    def foresee(nodes, values):
+        live = {name: 1024 for name in again if name not in values and name not in {node.name for node in nodes}}
+        return Timeline(0, 0, own=16 * 2048, highest=[Moment(live, sum(live.values()))])
+
+    *_, last = choices(options(again, moved), (), foresee)
+    assert last.moved == names
+    assert {node.name for node in last.nodes} == set(again) - names
