@@ -1,8 +1,9 @@
 """Everything about CUDA devices that only a machine with one can tell: `python benchmarks/on_cuda.py`.
 
 Operators, loss and gradients of whole models, dropout masks, streams and memory are compared with eager PyTorch on the
-same device; then a step is timed in eager PyTorch, in Inductor and on ort_accel, in turns. All of it is written as JSON
-into `benchmarks/results/`. The exit code is 1 if anything differs. `--device cpu --tiny` tries the script itself.
+same device, and values are moved to host memory and back; then a step is timed in eager PyTorch, in Inductor and on
+ort_accel, in turns. All of it is written as JSON into `benchmarks/results/`. The exit code is 1 if anything differs.
+`--device cpu --tiny` tries the script itself.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import datetime
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ from ort_accel.cli.benchmark import machine
 from ort_accel.cli.benchmark.contenders import EAGER, INDUCTOR, ORT_ACCEL, Trace, distances
 from ort_accel.cli.benchmark.timing import compare, in_turns, summary
 from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
+from ort_accel.recompute import optimizer
+from ort_accel.recompute.cost import FLOPS_PER_MS
+from ort_accel.recompute.transfers import LINK_BYTES_PER_MS
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -70,6 +74,8 @@ class Bench:
     device: torch.device
     tiny: bool
     findings: list[Finding] = field(default_factory=list)
+    figures: dict[str, str] = field(default_factory=dict)
+    """What was measured on the way."""
 
     def workload(self, model: str, **sizes: Any) -> Workload:
         """A model of the size that is measured."""
@@ -203,6 +209,99 @@ def _is_pytorchs(bench: Bench, size: Workload) -> str:
     return "" if peaks[1] > peaks[0] / 4 else f"PyTorch counts {peaks[1]:,} bytes, {peaks[0]:,} in eager mode"
 
 
+def check_offload(bench: Bench) -> None:
+    """Values that lie in host memory meanwhile: all of them, and those that a budget chooses."""
+    size = bench.workload("bert", dropout=0.1)
+    with everything_moved():
+        bench.looked("memory.offload, all that can be", lambda: offload_fault(bench, size, "1TiB"))
+    bench.looked("memory.offload, for a budget", lambda: offload_fault(bench, size, 0.7))
+    if bench.device.type == "cuda":
+        copies, products = rates(bench.device)
+        assumed = f"{FLOPS_PER_MS / LINK_BYTES_PER_MS:,.0f} assumed"
+        ratio = f"{products / copies:,.0f} operations in the time of a byte, {assumed}"
+        bench.figures["link to the host"] = f"{copies / 1e9:.1f} GB/s; {products / 1e12:.1f} TFLOP/s in bf16: {ratio}"
+
+
+@contextmanager
+def everything_moved() -> Iterator[None]:
+    """While this is entered, a budget moves all values that can be, and computes none again."""
+    within, movable = optimizer.within, optimizer.Movable
+    names: list[str] = []
+
+    class Noted(movable):
+        def __init__(self, *how: Any) -> None:
+            super().__init__(*how)
+            names[:] = self.values
+
+    def all_of_them(_: Any, sequences: Any) -> Any:
+        first = next(sequences[0])
+        return [first, dataclasses.replace(first, moved=frozenset(names))]
+
+    optimizer.within, optimizer.Movable = all_of_them, Noted
+    try:
+        yield
+    finally:
+        optimizer.within, optimizer.Movable = within, movable
+
+
+def offload_fault(bench: Bench, size: Workload, budget: str | float) -> str:
+    """What is wrong with a step that moves values: its loss and gradients are to be those without, to the bit where
+    the same step gives the same bits twice, and its peak is to be lower."""
+    model, batch = bench.model(size)
+    plain = accelerated(model, memory={"level": 0})
+    ours = accelerated(model, memory={"budget": budget, "offload": True})
+    (first, again), before = peak_of_steps(bench, plain, batch)
+    (_, found), after = peak_of_steps(bench, ours, batch)
+    memory = list(ort_accel.report(ours).memory.values())[-1]
+    figures = (
+        f"{memory.moved / 2**20:,.1f} MiB moved; peak of a step {before / 2**20:,.1f} MiB, then {after / 2**20:,.1f}"
+    )
+    foreseen = f"{memory.frontier[0].bytes / 2**20:,.1f}, then {memory.frontier[-1].bytes / 2**20:,.1f}"
+    bench.figures[f"memory.offload, budget {budget}"] = f"{figures}; as foreseen {foreseen}"
+    repeated = [name for name, each in first.gradients.items() if torch.equal(each, again.gradients[name])]
+    differing = [name for name in repeated if not torch.equal(found.gradients[name], first.gradients[name])]
+    if found.loss != first.loss or differing:
+        return f"loss {found.loss} where it was {first.loss}, other bits in {', '.join(differing) or 'no gradient'}"
+    far = {name: share for name, share in distances(found, first).items() if not share <= FP32}
+    if far:
+        return f"off by a share of its length: {far}"
+    return "" if after < before or bench.device.type != "cuda" else f"the peak did not fall: {figures}"
+
+
+def peak_of_steps(bench: Bench, model: nn.Module, batch: Batch) -> tuple[tuple[Trace, Trace], int]:
+    """Two steps, and the most bytes of the device that the second one takes."""
+    one = bench.step(model, batch)
+    if bench.device.type != "cuda":
+        return (one, bench.step(model, batch)), 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    other = bench.step(model, batch)
+    return (one, other), torch.cuda.max_memory_allocated() - before
+
+
+def rates(device: torch.device) -> tuple[float, float]:
+    """Bytes a second from the device into pinned memory, and operations a second of a large product in bf16."""
+    value, factor = (
+        torch.empty(2**28, dtype=torch.uint8, device=device),
+        torch.ones(8192, 8192, device=device).bfloat16(),
+    )
+    pinned = torch.empty_like(value, device="cpu", pin_memory=True)
+
+    def seconds(work: Callable[[], Any]) -> float:
+        work()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(4):
+            work()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 4e3
+
+    copied = seconds(lambda: pinned.copy_(value, non_blocking=True))
+    return value.nbytes / copied, 2 * factor.shape[0] ** 3 / seconds(lambda: factor @ factor)
+
+
 def measured(bench: Bench, precision: str, rounds: int) -> dict[str, Any]:
     """Times of a step: forward and backward."""
     workload = bench.workload("bert")
@@ -246,6 +345,11 @@ def tables(bench: Bench, times: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
     for finding in wrong:
         table.add_row(finding.name, finding.detail)
     yield table
+    if bench.figures:
+        table = Table("measured", "")
+        for name, text in bench.figures.items():
+            table.add_row(name, text)
+        yield table
     for measurement in times:
         table = Table("contender", "median ms", "times ort_accel's", title=measurement["workload"])
         for name, seconds in measurement["seconds"].items():
@@ -266,10 +370,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_models(bench)
         if is_cuda:
             check_sharing(bench)
+            check_offload(bench)
         times = [measured(bench, precision, options.rounds) for precision in DTYPES] if options.rounds else []
     record = {
         "machine": facts(device),
         "findings": [dataclasses.asdict(finding) for finding in bench.findings],
+        "figures": bench.figures,
         "times": times,
     }
     path = options.json or RESULTS / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-{device.type}.json"

@@ -63,6 +63,8 @@ def _recomputed(item: Data) -> Markup:
     plans = item["plans"]
     sizes = ", ".join(f"{name} = {size}" for name, size in item["symbols"].items())
     said = f"{item['repeated']} operators are computed again, which takes about {item['cost_ms']:.1f} ms a step."
+    if item["moved"]:
+        said += f" {item['moved'] / MIB:,.1f} MiB go to host memory and back, about {item['moving_ms']:.1f} ms."
     listing = table(
         ("", "cluster", "type", "applied", "saving, bytes", "cost, ms", "saving, symbolic"), map(_plan, plans), (4, 5)
     )

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from benchmarks import on_cuda
-from benchmarks.on_cuda import Bench, check_operators, fault_of, main
+from benchmarks.on_cuda import Bench, check_operators, everything_moved, fault_of, main, offload_fault
+from ort_accel.capture import backend
+from ort_accel.lowering import islands
+from ort_accel.recompute import moves
+from ort_accel.runtime.host_memory import HostMemory
+from ort_accel.runtime.place import Place
 
 
 @pytest.fixture
@@ -22,6 +27,19 @@ def test_a_model_with_padding_and_dropout_is_eagers(bench):
 def test_a_model_that_differs_is_a_fault(bench, monkeypatch):
     monkeypatch.setattr(on_cuda, "FP32", 0.0)
     assert "is off by" in fault_of(bench, bench.workload("bert", layers=1), "fp32")
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_values_that_are_moved_come_back_or_are_a_fault(bench, monkeypatch, is_lost):
+    monkeypatch.setattr(backend, "place_for", lambda *_: Place(torch_memory=True))
+    monkeypatch.setattr(moves, "LEAST_BYTES", 1)
+    monkeypatch.setattr(islands, "MOST_ELEMENTS", 0)
+    if is_lost:
+        monkeypatch.setattr(HostMemory, "fetch", lambda _, kept: torch.zeros_like(kept))
+    with everything_moved():
+        fault = offload_fault(bench, bench.workload("bert", layers=1, dropout=0.1), "1TiB")
+    assert ("other bits in" in fault) is is_lost, fault
+    assert "moved" in bench.figures["memory.offload, budget 1TiB"]
 
 
 def test_operators_are_compared_in_each_type(bench):

@@ -55,6 +55,7 @@ MEMORY = {
     "stash_without": 4 * 2**20,
     "stash": 2**20,
     "repeated": 3,
+    "moved": 0,
     "cost_ms": 0.26,
     "symbols": {"batch": 4},
     "frontier": [

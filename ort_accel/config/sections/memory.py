@@ -33,7 +33,7 @@ class Memory(Section):
     recomputation. Parameters, gradients and optimizer states are counted in. What is measured is somewhat more."""
 
     offload: bool = False
-    """Let the budget also move kept values to pinned host memory and back (cuda only)."""
+    """Let the budget also move kept values to pinned host memory and back, where that is cheapest (cuda only)."""
 
     early_gradient_release: bool = False
     """Hand each gradient to its parameter as soon as it exists, instead of all at the end of the backward. Saves memory
