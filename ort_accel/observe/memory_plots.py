@@ -38,7 +38,7 @@ class StepPlot(Plot):
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierPlot(Plot):
-    """What each choice of what is computed again costs in a step, and the peak that it leads to."""
+    """What each choice of what is computed again or moved costs in a step, and the peak that it leads to."""
 
     lines: list[Line]
 
@@ -78,7 +78,7 @@ def frontier_plot(data: Data) -> FrontierPlot | None:
         return None
     return FrontierPlot(
         caption="The peak of a step, as predicted for each choice that was tried",
-        x_name="ms computed again in a step, estimated",
+        x_name="ms that this costs in a step, estimated",
         measured=_measured(data),
         lines=lines,
     )

@@ -43,7 +43,7 @@ def _peaks(data: Data) -> Content:
     bars = []
     for item in foreseen(data):
         for peak in item["frontier"][:1] + item["frontier"][1:][-1:]:
-            label = f"{item['graph']}, {peak['cost_ms']:.1f} ms computed again"
+            label = f"{item['graph']}, {peak['cost_ms']:.1f} ms a step"
             bars.append(_bar(label, peak["resident"], peak["bytes"] - peak["resident"]))
     found = data.get("measured_peak")
     if found:

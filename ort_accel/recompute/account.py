@@ -16,8 +16,10 @@ KEPT, TEMPORARY, UNUSED = "kept for the backward", "temporaries", "unused in ONN
 def account(step: Timeline, places: Mapping[fx.Node, int], layers: int) -> list[MemoryStage]:
     """The stages of a step; `places` tells the layer of each operator of the forward, of so many layers."""
     layer = {node.name: place for node, place in places.items()}
-    alive = {name for stage in step.stages for name in stage.live} & step.stash & layer.keys()
-    parts = {name: f"{KEPT}: {_part(layer[name], layers)}" for name in sorted(alive, key=layer.__getitem__)}
+    value = {name: name for name in step.stash} | step.moved
+    alive = {name for stage in step.stages for name in stage.live if value.get(name) in layer}
+    place = {name: layer[value[name]] for name in alive}
+    parts = {name: f"{KEPT}: {_part(place[name], layers)}" for name in sorted(alive, key=place.__getitem__)}
     names = [LASTING, STATES, GRADIENTS, *dict.fromkeys(parts.values()), TEMPORARY, UNUSED]
     return [MemoryStage(stage.phase, _amounts(stage, step, parts, names)) for stage in step.stages]
 

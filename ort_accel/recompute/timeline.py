@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from ort_accel.lowering.early_gradients import Gradients
-from ort_accel.lowering.host_operators import is_on_host
+from ort_accel.lowering.host_operators import is_on_host, own
 from ort_accel.lowering.nodes import fakes_in, is_part, is_size, is_view, returned, tensors_of, writes
 from ort_accel.lowering.segments import Cut
 from ort_accel.recompute.gradients import gradients_of
@@ -72,6 +73,8 @@ class Timeline:
     """The moments that make it so much: less alive at any of them may make it less."""
     stages: list[Stage] = field(default_factory=list)
     """The segments in the order of running, and the optimizer's step."""
+    moved: dict[str, str] = field(default_factory=dict)
+    """Which value lies on the device, before it is moved to host memory and as what has come back from there."""
     moving: float = 0.0
     """Milliseconds that it takes longer because values are moved to host memory and back, as the cost model has it."""
 
@@ -109,6 +112,7 @@ def timeline(
     kept = {node.name: owner(node).name for node in results if isinstance(node, fx.Node)}
     lasting = {kept[node.name] for node in results[:wanted] if isinstance(node, fx.Node)}
     step.stash = frozenset(kept[node.name] for node in results[wanted:] if isinstance(node, fx.Node)) - lasting
+    step.moved = _moved(results, backward.graph)
     there = {node.name for node in given}.union(kept)
     for tangent in backward.graph.find_nodes(op="placeholder"):
         if is_tensor(tangent) and tangent.name not in there:
@@ -120,12 +124,20 @@ def timeline(
         pools.shrink()
     pools.add(BORROWED, WORKING * max(map(_bytes, trained), default=0), Runner.PYTORCH)
     step.stages.append(_stage("optimizer", pools))
-    step.highest = [*pools.highest.values(), pools.together]
+    step.highest = [pools.together] if shared else [*pools.highest.values(), pools.together]
     step.own = pools.together.bytes
     if not shrinks and not shared:
         step.own = sum(moment.bytes for moment in pools.highest.values())
         step.stages = [replace(stage, held=pools.highest[Runner.ORT].bytes) for stage in step.stages]
     return step
+
+
+def _moved(results: Iterable[Any], backward: fx.Graph) -> dict[str, str]:
+    """Which value lies on the device, by the name that it has before it is moved, and when it has come back."""
+    on_host = [node for node in results if isinstance(node, fx.Node) and is_on_host(node)]
+    sent = {node.name: owner(node.all_input_nodes[0]).name for node in on_host}
+    back = backward.find_nodes(op="call_function", target=own.from_host.default)
+    return {name: name for name in sent.values()} | {node.name: sent[node.all_input_nodes[0].name] for node in back}
 
 
 class _Half:

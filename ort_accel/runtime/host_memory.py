@@ -39,7 +39,10 @@ class HostMemory:
 
     def send(self, value: Tensor) -> Tensor:
         """Begin to copy a value of the device; the result is there, and the value may go, once it is settled."""
-        return self._begin(value, torch.empty_like(value, device="cpu", pin_memory=self._stream is not None))
+        result = torch.empty_like(value, device="cpu", pin_memory=self._stream is not None)
+        if result.stride() != value.stride():  # a part of another value; only between equal layouts no host waits
+            value = value.clone()
+        return self._begin(value, result)
 
     def fetch(self, kept: Tensor) -> Tensor:
         """Begin to copy a value back to the device; it may be read once it is settled."""

@@ -192,7 +192,7 @@ def test_the_frontier_is_drawn_over_what_computing_again_costs():
     [points] = plot.points
     assert [x for x, _ in points] == sorted(x for x, _ in points)
     assert [y for _, y in points] == sorted(y for _, y in points), "further down on the page is less"
-    assert "ms computed again in a step, estimated" in plot.words
+    assert "ms that this costs in a step, estimated" in plot.words
 
 
 def test_what_was_timed_is_shown_with_the_choice_and_that_which_costs_most_first():

@@ -69,6 +69,14 @@ def test_a_value_goes_and_comes_on_a_stream_of_its_own_into_pinned_memory(device
     assert device.asked == [text.format(copy) for copy in range(2) for text in begun]
 
 
+def test_a_part_of_a_value_is_laid_out_as_in_host_memory_first_since_other_copies_would_make_the_host_wait(memory):
+    part = torch.arange(12.0).view(3, 4)[:, :2]
+    kept = memory.send(part)
+    [copy] = memory._under_way.values()
+    assert copy.source.stride() == kept.stride() == (2, 1)
+    assert torch.equal(kept, part)
+
+
 def test_a_copy_that_ended_is_not_waited_for(device, memory):
     kept = memory.send(torch.ones(3))
     device.copies[0].ended = True
