@@ -19,7 +19,6 @@ with a 16-lane PCI Express 4 link, 25 GB/s, that multiplies at 100 TFLOP/s."""
 GROUPS = 8
 """Values go, and come back, in about so many groups of equal size."""
 
-
 _Places = defaultdict[int, list[str]]
 
 

@@ -57,7 +57,8 @@ class HostMemory:
     def release(self) -> None:
         """Give pinned memory back that nothing lies in."""
         if self._stream is not None:
-            torch.accelerator.empty_host_cache()
+            empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache  # younger, older
+            empty()
 
     def _begin(self, source: Tensor, result: Tensor) -> Tensor:
         if self._stream is None:

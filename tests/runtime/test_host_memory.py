@@ -94,6 +94,16 @@ def test_a_copy_whose_step_failed_holds_its_memory_until_it_has_ended(device, me
     assert len(memory._under_way) == 1
 
 
+def test_pinned_memory_that_is_free_is_given_back(memory, monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given.append("by its public name"))
+    memory.release()
+    monkeypatch.delattr(torch.accelerator, "empty_host_cache")
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: given.append("by its older name"), raising=False)
+    memory.release()
+    assert given == ["by its public name", "by its older name"]
+
+
 def test_on_the_cpu_a_copy_is_made_at_once():
     memory = HostMemory(torch.device("cpu"))
     value = torch.randn(4, 6).t()
