@@ -39,6 +39,7 @@ from ort_accel.observe.report_file import ReportFile
 from ort_accel.recompute.gradients import gradients_of
 from ort_accel.recompute.optimizer import Recompute
 from ort_accel.recompute.partition import Pair
+from ort_accel.recompute.timeline import Holding
 from ort_accel.reporting import Report
 from ort_accel.rewrite.pipeline import NothingToSkip, propose
 from ort_accel.runtime.cache import ModelCache, ModelKeys
@@ -88,13 +89,18 @@ class Backend:
             tuner=tuner(config, runtime, sessions.without_trace(), report),
             copies=self._copies(),
             leaves=Leaves(report) if config.memory.early_gradient_release and not zero3 else None,
+            own_results=config.memory.frugal and not self.place.is_cuda,
         )
         self.skipping = SkippingPolicy(config, self.report)
         self.foreseen = Foreseen()
         cutter = partial(foreseen, lowering=self.lowering)
-        steps_early = self.lowering.leaves is not None and config.optimizer.step_in_backward
-        predicts, shares = config.observe.memory_stats, self.place.torch_memory
-        self.recompute = Recompute(config.memory, report, cutter, predicts, steps_early, shares)
+        holding = Holding(
+            shrinks=config.memory.frugal,
+            own_results=self.lowering.own_results,
+            shared=self.place.torch_memory,
+            steps_early=self.lowering.leaves is not None and config.optimizer.step_in_backward,
+        )
+        self.recompute = Recompute(config.memory, report, cutter, holding, config.observe.memory_stats)
         self._graphs = 0
         self._is_broken = False
         self.report_file = self._report_file()

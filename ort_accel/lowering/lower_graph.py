@@ -15,7 +15,7 @@ from ort_accel.lowering.flops import flops
 from ort_accel.lowering.fuse import fuse
 from ort_accel.lowering.islands import merge_islands
 from ort_accel.lowering.nodes import count_ops, is_size, op_name, returned, tensors_of, user_line
-from ort_accel.lowering.ort_segment import OrtSegment, build
+from ort_accel.lowering.ort_segment import OrtSegment, Results, build
 from ort_accel.lowering.program import SIZE, Program, Step, mark_last_uses
 from ort_accel.lowering.pytorch_segment import PyTorchSegment
 from ort_accel.lowering.segments import Assignment, Body, Cut, assign, body_of, cut
@@ -52,6 +52,8 @@ class Lowering:
     """Keeps autocast's copies of weights."""
     leaves: Leaves | None = None
     """Gives parameters their gradients before the backward ends."""
+    own_results: bool = False
+    """Let what leaves a segment of ONNX Runtime lie in memory of PyTorch, on the CPU."""
     assigner: Assigner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -231,7 +233,8 @@ class _Assembly:
         model = build(body, wanted, self._lowering.opset)
         twin = cache(lambda: PyTorchSegment(body, wanted, self._module))
         name = f"{self._name} part {index}"
-        segment = OrtSegment(model, self._lowering.sessions, self._bound, twin, self._lowering.failed, name)
+        how = [Results(wanted, model.output_orders)] if self._lowering.own_results else []
+        segment = OrtSegment(model, self._lowering.sessions, self._bound, twin, self._lowering.failed, name, *how)
         return self._numbered(segment, segment.inputs, wanted)
 
     def _pytorch_step(self, body: Body, wanted: list[fx.Node]) -> Step:

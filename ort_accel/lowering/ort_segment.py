@@ -19,7 +19,7 @@ from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, Size
 from ort_accel.lowering.pytorch_segment import PyTorchSegment
 from ort_accel.lowering.registry import lower
 from ort_accel.lowering.segments import Body
-from ort_accel.lowering.sizes import SizeFunction
+from ort_accel.lowering.sizes import SizeFunction, expression
 from ort_accel.runtime.out_of_memory import is_lack_of_memory
 from ort_accel.runtime.pool import release_unused
 from ort_accel.runtime.sessions import Sessions
@@ -106,6 +106,23 @@ def _converter(lasting: bool, order: Order | None) -> Callable[[torch.Tensor], O
     return convert if order is None else lambda tensor: convert(tensor.permute(order))
 
 
+class Results:
+    """Makes the tensors that a model is to write its results into: memory of PyTorch, which each of them gives back by
+    itself. What ONNX Runtime's pool hands out keeps its neighbours in the pool."""
+
+    def __init__(self, wanted: Sequence[fx.Node], orders: Sequence[Order | None]) -> None:
+        shapes = [_permuted(node.meta["val"], order).shape for node, order in zip(wanted, orders, strict=True)]
+        self._ranks = [len(shape) for shape in shapes]
+        self._types = [node.meta["val"].dtype for node in wanted]
+        self._sizes = SizeFunction(expression(size) for shape in shapes for size in shape)
+
+    def __call__(self, symbols: dict[str, int]) -> list[torch.Tensor]:
+        """As many as the model has results."""
+        sizes = iter(self._sizes(symbols))
+        shapes = [[next(sizes) for _ in range(rank)] for rank in self._ranks]
+        return [torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, self._types, strict=True)]
+
+
 class OrtSegment:
     """Runs the nodes of a segment in one session; where that fails, PyTorch runs the same nodes.
 
@@ -121,7 +138,9 @@ class OrtSegment:
         twin: Callable[[], PyTorchSegment],
         on_failure: Callable[[Exception], bool],
         name: str,
+        results: Callable[[dict[str, int]], Sequence[torch.Tensor]] = lambda _: (),
     ) -> None:
+        """`results` makes what the model writes into; without it ONNX Runtime does."""
         self.inputs = model.inputs
         names = [value.name or "" for value in model.model.graph.inputs]
         content = ir.to_proto(model.model).SerializeToString()
@@ -137,6 +156,7 @@ class OrtSegment:
         self._size_inputs = model.sizes
         self._ready: tuple[tuple[int, ...], list[OrtValue]] = ((), [])
         self._twin, self._on_failure = twin, on_failure
+        self._results = results
         self._given_up = False
 
     def __call__(self, tensors: list[Any], symbols: dict[str, int]) -> Sequence[Any]:
@@ -155,7 +175,7 @@ class OrtSegment:
 
     def _by_onnx_runtime(self, tensors: list[Any], symbols: dict[str, int]) -> list[torch.Tensor]:
         feeds = [convert(tensor) for convert, tensor in zip(self._convert, tensors, strict=True)]
-        return self._session(feeds + self._size_values(symbols))
+        return self._session(feeds + self._size_values(symbols), self._results(symbols))
 
     def _by_pytorch(self, error: Exception, tensors: list[Any], symbols: dict[str, int]) -> Sequence[Any]:
         """What PyTorch makes of a run that failed; it gets the memory that the failed run and the pool hold."""

@@ -3,8 +3,9 @@ least cost.
 
 One sequence of ever larger choices is made for a graph, whatever the budget: each round looks at the highest moments
 of the step as it would be, and takes those places whose values are alive then and that free most bytes for a
-millisecond. A budget takes the first choice of the sequence that it holds. So a smaller budget computes again whatever
-a larger one does, and never takes more memory.
+millisecond. Where nothing more can be freed then, what is kept at other moments is taken, too: ONNX Runtime's pool
+holds what it held before. A budget takes the first choice of the sequence that it holds. So a smaller budget computes
+again whatever a larger one does, and never takes more memory.
 
 Where values can be moved to host memory, there is a second sequence, which takes places and moves by what they are
 worth. A budget takes the cheaper of the two choices, so that no step costs more for it.
@@ -57,7 +58,8 @@ def choices(options: Sequence[Budgeted], always: Collection[fx.Node], foresee: F
     step, left = choice.step.own // ROUNDS, list(options)
     while True:
         yield choice
-        taken = _most_worth(left, choice, step)
+        live = set[str]().union(*(moment.live for moment in choice.step.highest))
+        taken = _most_worth(left, live, choice.moved, step) or _most_worth(left, choice.step.stash, choice.moved, step)
         if not taken:
             return
         left = [option for option in left if not _values(taken).intersection(_values([option]))]
@@ -92,11 +94,12 @@ def _worth(option: Budgeted, moved: Collection[str]) -> float:
     return option.hint / max(cost, 1e-3)
 
 
-def _most_worth(left: Sequence[Budgeted], choice: Choice, wanted: int) -> list[Budgeted]:
-    """What is worth most among that which frees what is alive when most is, until it frees as much as is wanted. A
-    value is computed again or moved, whichever is worth more."""
-    live = set[str]().union(*(moment.live for moment in choice.step.highest))
-    moved, taken = set(choice.moved), list[Budgeted]()
+def _most_worth(
+    left: Sequence[Budgeted], live: Collection[str], moved_before: Collection[str], wanted: int
+) -> list[Budgeted]:
+    """What is worth most among that which frees what is alive, until it frees as much as is wanted. A value is computed
+    again or moved, whichever is worth more."""
+    moved, taken = set(moved_before), list[Budgeted]()
     queue = [(-_worth(option, moved), place) for place, option in enumerate(left) if _freed(option, live)]
     heapify(queue)
     freed = 0

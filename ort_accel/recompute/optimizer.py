@@ -23,7 +23,7 @@ from ort_accel.recompute.onnx_names import cluster_of
 from ort_accel.recompute.partition import Pair, partition, rehearsed
 from ort_accel.recompute.plans import COMPROMISE, OFFLOAD, RECOMPUTE, Option, Place, Probe, Wish, find_plans, matched
 from ort_accel.recompute.stash import Kept, stash, total
-from ort_accel.recompute.timeline import Cutter, Timeline, timeline
+from ort_accel.recompute.timeline import Cutter, Holding, Timeline, timeline
 from ort_accel.reporting import GraphMemory, Peak, PlanRow, Report
 
 FEATURE = "memory.offload"
@@ -44,15 +44,12 @@ class Recompute:
         memory: Memory,
         report: Report,
         cutter: Cutter,
+        holding: Holding,
         predicts: bool = False,
-        steps_early: bool = False,
-        shares_memory: bool = False,
     ) -> None:
-        """`cutter` tells how graphs will be cut into segments. `predicts` asks for the peak of a step in the report,
-        which takes a while; with a budget it is there anyway. `steps_early` says that the optimizer uses gradients up
-        within the backward, `shares_memory` that ONNX Runtime takes its memory from PyTorch's allocator."""
-        self._memory, self._report, self._cutter = memory, report, cutter
-        self._steps_early, self._shares_memory = steps_early, shares_memory
+        """`cutter` tells how graphs will be cut into segments, `holding` who will hold memory. `predicts` asks for the
+        peak of a step in the report, which takes a while; with a budget it is there anyway."""
+        self._memory, self._report, self._cutter, self._holding = memory, report, cutter, holding
         self._predicts = predicts or memory.budget is not None
         self._plans = _plans(memory)
 
@@ -64,8 +61,7 @@ class Recompute:
         def foresee(nodes: frozenset[fx.Node], values: frozenset[str]) -> Timeline:
             pair = rehearsed(joint, inputs, nodes, **how)
             moved = move(pair, wanted, values)
-            frugal, early, shared = self._memory.frugal, self._steps_early, self._shares_memory
-            step = timeline(*pair, wanted, self._cutter, frugal, early, shared)
+            step = timeline(*pair, wanted, self._cutter, self._holding)
             step.moving = moved.cost
             return step
 

@@ -44,6 +44,21 @@ IN_PLACE = {aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.exp, aten.sqr
 
 
 @dataclass(frozen=True)
+class Holding:
+    """Who holds memory in a step, and for how long."""
+
+    shrinks: bool = False
+    """ONNX Runtime's pool gives back, behind the backward, what it does not use; otherwise every step begins with all
+    that it ever held."""
+    own_results: bool = False
+    """What leaves a segment of ONNX Runtime lies in PyTorch's memory."""
+    shared: bool = False
+    """ONNX Runtime takes all its memory from PyTorch's pool, and gives it back there."""
+    steps_early: bool = False
+    """The optimizer uses gradients up as soon as the segment that makes them has run."""
+
+
+@dataclass(frozen=True)
 class Stage:
     """The highest moment of a segment, or of the optimizer's step."""
 
@@ -94,20 +109,16 @@ def timeline(
     backward: fx.GraphModule,
     wanted: int,
     cutter: Cutter,
-    shrinks: bool = False,
-    steps_early: bool = False,
-    shared: bool = False,
+    holding: Holding = Holding(),
 ) -> Timeline:
     """A step of these graphs, which are changed. Of what the forward gives, the first `wanted` outputs are the caller's
-    and stay; the others are kept for the backward. `shrinks` says that ONNX Runtime's pool gives back, behind the
-    backward, what it does not use; otherwise every step begins with all that it ever held. `steps_early` says that
-    gradients are used up as soon as the segment that makes them has run. `shared` says that there is one pool."""
+    and stay; the others are kept for the backward."""
     given = forward.graph.find_nodes(op="placeholder")
     trained = [node for node, slope in zip(given, returned(backward.graph), strict=False) if slope is not None]
-    gradients = gradients_of(forward, backward, wanted) if steps_early else ()
-    pools = Pools(shared)
+    gradients = gradients_of(forward, backward, wanted) if holding.steps_early else ()
+    pools = Pools(holding.shared)
     step = Timeline(sum(map(_bytes, given)), STATES * sum(map(_bytes, trained)))
-    step.stages += _Half(forward, {}, set()).stages("forward", pools, cutter(forward, ()))
+    step.stages += _Half(forward, {}, set(), holding.own_results).stages("forward", pools, cutter(forward, ()))
     results = returned(forward.graph)
     kept = {node.name: owner(node).name for node in results if isinstance(node, fx.Node)}
     lasting = {kept[node.name] for node in results[:wanted] if isinstance(node, fx.Node)}
@@ -117,16 +128,16 @@ def timeline(
     for tangent in backward.graph.find_nodes(op="placeholder"):
         if is_tensor(tangent) and tangent.name not in there:
             pools.add(tangent.name, _bytes(tangent), Runner.PYTORCH)
-    second = _Half(backward, kept, lasting, gradients)
+    second = _Half(backward, kept, lasting, holding.own_results, gradients)
     step.stages += second.stages("backward", pools, cutter(backward, gradients))
     step.gradients = frozenset(second.memory(node) for node in returned(backward.graph) if isinstance(node, fx.Node))
-    if shrinks:
+    if holding.shrinks:
         pools.shrink()
     pools.add(BORROWED, WORKING * max(map(_bytes, trained), default=0), Runner.PYTORCH)
     step.stages.append(_stage("optimizer", pools))
     step.highest = [pools.together] if shared else [*pools.highest.values(), pools.together]
     step.own = pools.together.bytes
-    if not shrinks and not shared:
+    if not holding.shrinks and not holding.shared:
         step.own = sum(moment.bytes for moment in pools.highest.values())
         step.stages = [replace(stage, held=pools.highest[Runner.ORT].bytes) for stage in step.stages]
     return step
@@ -144,11 +155,17 @@ class _Half:
     """The forward or the backward of a step."""
 
     def __init__(
-        self, module: fx.GraphModule, names: Mapping[str, str], lasting: Collection[str], gradients: Gradients = ()
+        self,
+        module: fx.GraphModule,
+        names: Mapping[str, str],
+        lasting: Collection[str],
+        own_results: bool,
+        gradients: Gradients = (),
     ) -> None:
         """`names` tells for inputs which value they are, `lasting` what stays although nobody here reads it,
-        `gradients` which outputs leave as soon as the segment that makes them has run."""
-        self._names = names
+        `own_results` that what leaves a segment is PyTorch's, `gradients` which outputs leave as soon as the segment
+        that makes them has run."""
+        self._names, self._own_results = names, own_results
         results = returned(module.graph)
         early = [node for node, source in zip(results, gradients, strict=False) if source is not None]
         self._leaving = {self.memory(node) for node in early if isinstance(node, fx.Node)}
@@ -202,7 +219,9 @@ class _Half:
                 pools.replace(donor, node.name)
                 return
         for item in made:
-            pools.add(item.name, _bytes(item), cut.runner)
+            stays_within = self._is_inner(item.name, cut) or self._is_over(item.name)
+            is_result = self._own_results and not stays_within
+            pools.add(item.name, _bytes(item), Runner.PYTORCH if is_result else cut.runner)
 
 
 def _stage(phase: str, pools: Pools) -> Stage:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from ort_accel.runtime.imported import native as ort
 from ort_accel.runtime.imported import onnxruntime
 from ort_accel.runtime.openmp import rest_openmp
 from ort_accel.runtime.place import CPU, Place
-from ort_accel.runtime.tensors import OrtValue, to_torch
+from ort_accel.runtime.tensors import OrtValue, to_ort, to_torch
 
 INEXACT = ["MatMulScaleFusion"]
 """Optimizations that are left out: this one keeps a float64 scale in single precision."""
@@ -109,6 +109,13 @@ def _created(model: bytes, settings: SessionSettings, options: Any, stream: torc
     return session
 
 
+def _vector(values: Iterable[OrtValue]) -> Any:
+    vector = ort.OrtValueVector()
+    for value in values:
+        vector.push_back(value)
+    return vector
+
+
 class Session:
     """Runs one model on torch memory."""
 
@@ -136,15 +143,13 @@ class Session:
         if settings.place.is_cuda:  # PyTorch's own work comes behind it on the same stream
             self._options.add_run_config_entry(NOT_SYNCHRONIZED, "1")
 
-    def __call__(self, feeds: Sequence[OrtValue]) -> list[torch.Tensor]:
-        """Run on these inputs, in the order given at the start."""
-        given, results = ort.OrtValueVector(), ort.OrtValueVector()
-        given.reserve(len(feeds))
-        for feed in feeds:
-            given.push_back(feed)
+    def __call__(self, feeds: Sequence[OrtValue], into: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """Run on these inputs, in the order given at the start. Results are written into these tensors; without them
+        they lie in ONNX Runtime's memory."""
+        given, results = _vector(feeds), _vector(map(to_ort, into))
         with self._turn():
             self._run(self._options, self._inputs, given, self._outputs, results, self._devices)
-        return to_torch(results, len(self._outputs))
+        return list(into) or to_torch(results, len(self._outputs))
 
     def _turn(self) -> AbstractContextManager[None]:
         """What a run needs around it, so that it and PyTorch's own work do not get in each other's way."""

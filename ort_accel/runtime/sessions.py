@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -44,7 +45,11 @@ class ModelFolder:
             raise OrtAccelError(f"engine.save_onnx: cannot write {path}: {error.strerror}") from error
 
 
-Run = Callable[[Sequence[OrtValue]], list[torch.Tensor]]
+class Run(Protocol):
+    """Runs a model."""
+
+    def __call__(self, feeds: Sequence[OrtValue], into: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """Run on these inputs; results are written into these tensors, where there are some."""
 
 
 class Sessions:
@@ -115,12 +120,12 @@ class _Watched:
         self._session, self._attempt = session, attempt
         self._running: AbstractContextManager[None] | None = None
 
-    def __call__(self, feeds: Sequence[OrtValue]) -> list[torch.Tensor]:
+    def __call__(self, feeds: Sequence[OrtValue], into: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         if self._running is not None:
             with self._running:
-                return self._session(feeds)
+                return self._session(feeds, into)
         with self._attempt.watched():
-            results = self._session(feeds)
+            results = self._session(feeds, into)
         self._attempt.succeeded()
         self._running = self._attempt.later_runs()
         return results
