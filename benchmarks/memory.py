@@ -23,9 +23,11 @@ from ort_accel.cli.benchmark.contenders import EAGER
 from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
 from ort_accel.errors import OrtAccelError
 from ort_accel.observe.process_memory import MostInUse, reset_peak, resident, return_free_memory
+from ort_accel.optim import FusedAdam, step_in_backward
 from ort_accel.runtime.pool import release_unused
 
 CHECKPOINTING = "eager, checkpointing"
+EARLY = "level 1, early updates"
 MIB = 2**20
 
 CASES = {
@@ -42,6 +44,8 @@ class Way:
 
     name: str
     memory: dict[str, Any] | None = None
+    steps_early: bool = False
+    """Each parameter is updated within the backward."""
 
     @property
     def budget(self) -> float | None:
@@ -53,8 +57,19 @@ class Way:
         if self.name == CHECKPOINTING:
             model.gradient_checkpointing_enable()  # type: ignore[operator]  # transformers has it, torch does not
         if self.memory is not None:
-            observe = {"log_level": "error", "memory_stats": True}
-            ort_accel.accelerate(model, {"memory": self.memory, "observe": observe})
+            wish: dict[str, Any] = {"memory": self.memory, "observe": {"log_level": "error", "memory_stats": True}}
+            if self.steps_early:
+                wish["memory"] = {**self.memory, "early_gradient_release": True}
+                wish["optimizer"] = {"name": "adamw_ort_fused", "step_in_backward": True}
+            ort_accel.accelerate(model, wish)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """AdamW, which steps when it is told to, or as soon as it can."""
+        if not self.steps_early:
+            return torch.optim.AdamW(model.parameters(), lr=1e-4)
+        optimizer = FusedAdam(model.parameters(), lr=1e-4)
+        step_in_backward(optimizer)
+        return optimizer
 
 
 @dataclass(frozen=True)
@@ -91,7 +106,7 @@ def measure(way: Way, workload: Workload, steps: int, threads: int) -> Figures:
     model, batch = build(workload), batch_of(workload)
     if workload.model == "bert":  # transformers notes it in the first forward, and all would be compiled once more
         model.config.problem_type = "single_label_classification"  # type: ignore[union-attr]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = way.optimizer(model)
     way.prepare(model)
     try:
         loss = _step(model, batch, optimizer)
@@ -206,13 +221,16 @@ def memory(
     workload = replace(workload, **SMALLER) if tiny else workload
     ways = [Way(EAGER), Way(CHECKPOINTING)]
     ways += [Way(f"ort_accel, level {level}", {"level": int(level)}) for level in levels.split(",") if level]
+    last = ways[-1]
+    ways += [Way(EARLY, {"level": 1}, steps_early=True)] if "1" in levels.split(",") else []
     shares = sorted(map(float, filter(None, budgets.split(","))), reverse=True)
     bench = Bench(workload, steps, cores, json_file)
     typer.echo(f"{workload}, {cores} threads")
     for way in [*ways, *(Way(f"ort_accel, budget {share}", {"budget": share}) for share in shares)]:
         bench.run(way)
-    for way in (*ways[1:2], *ways[2:][-1:]) if largest else ():
-        bench.find_largest(way)
+    for way in ways[1:] if largest else ():
+        if way.name in (CHECKPOINTING, EARLY, last.name):
+            bench.find_largest(way)
     for line in compared(bench.found):
         typer.echo(line)
     losses = [item.loss for item in bench.found.values() if not item.refused]

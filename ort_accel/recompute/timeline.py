@@ -135,7 +135,7 @@ def timeline(
         pools.shrink()
     pools.add(BORROWED, WORKING * max(map(_bytes, trained), default=0), Runner.PYTORCH)
     step.stages.append(_stage("optimizer", pools))
-    step.highest = [pools.together] if shared else [*pools.highest.values(), pools.together]
+    step.highest = [pools.together] if holding.shared else [*pools.highest.values(), pools.together]
     step.own = pools.together.bytes
     if not holding.shrinks and not holding.shared:
         step.own = sum(moment.bytes for moment in pools.highest.values())

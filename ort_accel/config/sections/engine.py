@@ -37,8 +37,8 @@ class Engine(Section):
 
     dynamic_shapes: Switch = "auto"
     """Whether one compiled graph serves all sizes. `auto` compiles for the first shape, then once more with every size
-    that was seen to change kept open. `true` keeps sizes open from the start; `false` compiles each shape on its own,
-    for runs whose shapes never change."""
+    that was seen to change kept open; at once where a data loader tells beforehand that sizes will change. `true` keeps
+    sizes open from the start; `false` compiles each shape on its own, for runs whose shapes never change."""
 
     fallback: Literal["warn", "report", "error"] = "warn"
     """What to do with parts that ONNX Runtime cannot run. PyTorch runs them; `warn` says so once in the log, `report`
