@@ -115,6 +115,21 @@ def foresee(model: nn.Module, sizes: Foreseen) -> None:
         call.foresee(sizes)
 
 
+def call_of(model: nn.Module) -> ModelCall | None:
+    """What an accelerated model runs when it is called, for `take_over`; None for any other model."""
+    return _call_of(model)
+
+
+def take_over(model: nn.Module, call: ModelCall, config: Config) -> bool:
+    """Accelerate a model with what was compiled for another one of its kind, which is plain PyTorch from now on.
+
+    Says whether that can be: the model must be of the same class, on the same device, and plain so far.
+    """
+    _refuse(model)
+    is_plain = _call_of(model) is None and not is_sharded(model)
+    return is_plain and call.backend.serves(config, device_of(model)) and call.take_over(model)
+
+
 def recapture(model: nn.Module) -> None:
     """Forget what was compiled for an accelerated model, since its hooks changed. A plain model stays as it is."""
     call = _call_of(model)

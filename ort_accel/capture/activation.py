@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ class Compiled:
         self._calls: dict[Mode | None, Callable[..., Any]] = {}
         self._open_sizes = OpenSizes(backend.foreseen) if backend.config.engine.dynamic_shapes == "auto" else None
         self._breaks = GraphBreaks()
-        self._checks = Checks(call, backend.report) if backend.config.engine.skip_checks else None
+        self._checks = Checks(backend.report) if backend.config.engine.skip_checks else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -89,16 +90,27 @@ class ModelCall:
     """What an accelerated model runs when it is called. Lives in the module's slot for `nn.Module.compile`."""
 
     def __init__(self, model: nn.Module, backend: Backend) -> None:
-        self.backend, self._model = backend, model
+        self.backend, self._model = backend, ref(model)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, which calls this."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    def take_over(self, model: nn.Module) -> bool:  # noqa: ARG002
+        """Serve this model, in the place of the present one, with all that was compiled. Says whether that can be."""
+        return False
 
     def begin(self, args: Any, kwargs: Any) -> None:
         """Told of a call that is about to be made."""
         self.backend.progress.call()
         if self.backend.inspector is not None:
-            self.backend.inspector.call(self._model, args, kwargs)
+            self.backend.inspector.call(self.model, args, kwargs)
 
         if self.backend.memory_watch is not None and torch.is_grad_enabled():
-            self.backend.memory_watch.before_forward(self._model)
+            self.backend.memory_watch.before_forward(self.model)
 
     def end(self, outputs: Any) -> Any:
         """Told of what a call gave, which it returns."""
@@ -128,27 +140,35 @@ class ModelCall:
         self.backend.release()
 
 
+def _call_of(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    call: Callable[..., Any] = model._call_impl
+    return call(*args, **kwargs)
+
+
 class CompiledCall(ModelCall):
-    """Runs a model that is captured as a whole."""
+    """Runs a model that is captured as a whole. What is compiled takes the model as an argument, so that another model
+    of the same kind can have it: Dynamo's checks say whether they are alike in all that matters."""
 
     def __init__(self, model: nn.Module, backend: Backend) -> None:
         super().__init__(model, backend)
-        self._call = Compiled(model._call_impl, type(model).__name__, backend)
+        self._kind = type(model)
+        self._call = Compiled(_call_of, self._kind.__name__, backend)
         self._loss: OutsideLoss | None = None
         self._joined: tuple[Callable[..., torch.Tensor], Compiled] | None = None
         self._has_seen_labels = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self.model
         if torch.compiler.is_compiling():
-            return self._call(*args, **kwargs)
+            return self._call(model, *args, **kwargs)
         self.begin(args, kwargs)
         if not self._has_seen_labels and isinstance(labels := kwargs.get("labels"), torch.Tensor):
             self._has_seen_labels = True
-            settle_problem_type(self._model, labels)
+            settle_problem_type(model, labels)
         loss, self._loss = self._loss, None
         if loss is None:
-            return self.end(self._call(*args, **kwargs))
-        outputs, loss.value = self._joined_with(loss.function)(loss.arguments, *args, **kwargs)
+            return self.end(self._call(model, *args, **kwargs))
+        outputs, loss.value = self._joined_with(loss.function)(model, loss.arguments, *args, **kwargs)
         if isinstance(outputs, MutableMapping):  # where DDP, which may stand around the model, looks for what is used
             outputs["loss"] = loss.value
         return self.end(outputs)
@@ -164,14 +184,25 @@ class CompiledCall(ModelCall):
     def _joined_with(self, function: Callable[..., torch.Tensor]) -> Compiled:
         """The model and a loss as one; what was compiled for another loss is not kept."""
         if self._joined is None or self._joined[0] != function:
-            call: Callable[..., Any] = self._model._call_impl
 
-            def joined(arguments: tuple[Any, ...], *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
-                outputs = call(*args, **kwargs)
+            def joined(
+                model: nn.Module, arguments: tuple[Any, ...], *args: Any, **kwargs: Any
+            ) -> tuple[Any, torch.Tensor]:
+                outputs = _call_of(model, *args, **kwargs)
                 return outputs, function(outputs, *arguments)
 
-            self._joined = function, Compiled(joined, type(self._model).__name__, self.backend)
+            self._joined = function, Compiled(joined, self._kind.__name__, self.backend)
         return self._joined[1]
+
+    def take_over(self, model: nn.Module) -> bool:
+        if type(model) is not self._kind:
+            return False
+        before = self._model()
+        if before is not None:
+            before._compiled_call_impl = None
+        model._compiled_call_impl = self
+        self._model, self._has_seen_labels = ref(model), False
+        return True
 
     def anew(self, model: nn.Module) -> CompiledCall:
         return CompiledCall(model, self.backend)

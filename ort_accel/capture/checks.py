@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,8 @@ PLAIN = (bool, int, float, str, type(None))
 class Checks:
     """Knows which calls were checked since anything was compiled."""
 
-    def __init__(self, call: Callable[..., Any], report: Report) -> None:
-        self._owner, self._report = getattr(call, "__self__", None), report
+    def __init__(self, report: Report) -> None:
+        self._report = report
         self._checked: dict[Any, int] = {}
         """For each kind of call, how many graphs there were when it was last checked and compiled none."""
 
@@ -42,7 +42,7 @@ class Checks:
 
     def _kind(self, leaves: Sequence[Any], mode: object) -> Any:
         """What tells calls apart, as far as the call itself shows it; None if it holds what cannot be compared."""
-        parts = [_part(leaf) for leaf in (self._owner, *leaves)]
+        parts = [_part(leaf) for leaf in leaves]
         if None in parts:
             return None
         casts = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]

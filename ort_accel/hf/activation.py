@@ -10,6 +10,8 @@ import torch
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 import ort_accel
+from ort_accel import engine
+from ort_accel.capture.activation import ModelCall
 from ort_accel.capture.features import refuse_missing
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
@@ -36,16 +38,19 @@ def usable_config(source: ConfigSource) -> Config:
     return config
 
 
-def activate(model: nn.Module, config: Config, optimizer: Any = None) -> None:
+def activate(model: nn.Module, config: Config, optimizer: Any = None, earlier: ModelCall | None = None) -> None:
     """Run a model as the configuration says, in place. A second call changes nothing.
 
-    Under ZeRO stage 3 nothing is done before DeepSpeed has wrapped the optimizer, since only then layers can be told.
+    Where `earlier` served a model of the same kind, this one has what was compiled then. Under ZeRO stage 3 nothing is
+    done before DeepSpeed has wrapped the optimizer, since only then layers can be told.
     """
     if not config.engine.enabled:
         return
     if is_partitioned(model) and (offload := offload_in(optimizer)) is not None:
         accelerate_partitioned(model, config, offload)
-    elif not is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
+    elif is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
+        return
+    elif earlier is None or not engine.take_over(model, earlier, config):
         ort_accel.accelerate(model, config)
 
 

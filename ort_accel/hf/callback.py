@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from ort_accel.engine import foresee, inspector_of, report_file_of
+from ort_accel.capture.open_sizes import Foreseen
+from ort_accel.engine import call_of, foresee, inspector_of, report_file_of
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import ConfigSource, activate, report_of, usable_config
 from ort_accel.hf.foreseen_sizes import foreseen_in
@@ -25,6 +26,8 @@ from ort_accel.subscribers import SubscriberManager
 if TYPE_CHECKING:
     from torch import nn
 
+    from ort_accel.capture.activation import ModelCall
+
 
 class ORTAccelCallback(TrainerCallback):
     """Runs the model of an unmodified Trainer on ONNX Runtime: `Trainer(..., callbacks=[ORTAccelCallback("x.yaml")])`.
@@ -35,6 +38,8 @@ class ORTAccelCallback(TrainerCallback):
 
     def __init__(self, config: ConfigSource = None) -> None:
         self.config = usable_config(config)
+        self._call: ModelCall | None = None
+        """What the model runs; a search replaces the model for each of its trials."""
         self._activations: SubscriberManager | None = None
         self._in_backward: StepInBackward | None = None
         self._file: ReportFile | None = None
@@ -54,7 +59,8 @@ class ORTAccelCallback(TrainerCallback):
             raise OrtAccelError(
                 "the Trainer puts its model on mps, and no ONNX Runtime trains there; set use_cpu=True in its arguments"
             )
-        activate(model, self.config, optimizer)
+        activate(model, self.config, optimizer, self._call)
+        self._call = call_of(model)
 
     def on_init_end(self, args: TrainingArguments, *_: Any, **named: Any) -> None:
         """Activate the model, so that evaluation without training runs on it too."""
@@ -65,6 +71,8 @@ class ORTAccelCallback(TrainerCallback):
         self.start(args, named["model"], named.get("optimizer"))
         steps = state.max_steps * args.gradient_accumulation_steps
         foresee(named["model"], foreseen_in(named.get("train_dataloader"), steps))
+        is_evaluated = args.eval_strategy != "no" and args.eval_batch_size != args.train_batch_size
+        foresee(named["model"], Foreseen(batch=is_evaluated))
         settle_optimizer(named.get("optimizer"), named["model"], self.config)
         self._leave_backward()  # of a training that was broken off
         self._in_backward = record_step_in_backward(args, named.get("optimizer"), named["model"], self.config)

@@ -86,12 +86,18 @@ def test_lora_trains_and_loads_into_plain_peft(tmp_path, side):
 def test_a_search_finds_what_eager_finds(tmp_path, side):
     optuna = pytest.importorskip("optuna")
 
+    models = []
+
+    def model_init():
+        models.append(bert())
+        return models[-1]
+
     def search(which):
         trainer = make(
             which,
             None,
             arguments(tmp_path / which, max_steps=2, eval_strategy="steps", eval_steps=2),
-            model_init=lambda: bert(),
+            model_init=model_init,
         )
         best = trainer.hyperparameter_search(
             hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-4, 1e-1])},
@@ -102,9 +108,11 @@ def test_a_search_finds_what_eager_finds(tmp_path, side):
         return best.objective, best.hyperparameters
 
     objective, found = search(side)
+    report = ort_accel.report(models[-1])
     eager_objective, eager_found = search("eager")
     assert found == eager_found
     assert objective == pytest.approx(eager_objective, abs=1e-5)
+    assert report.counters["compilations"] == 3, "forward, backward and evaluation, for all trials together"
 
 
 def test_trainer_and_callback_together_accelerate_once(tmp_path):
