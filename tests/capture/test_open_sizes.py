@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
+from transformers import BertConfig, BertForSequenceClassification
 
 import ort_accel
 from ort_accel.capture.open_sizes import Foreseen, OpenSizes
@@ -67,11 +67,23 @@ def text(batch, length, **more):
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more}
 
 
+class Translates(torch.nn.Module):
+    """Reads two texts of different lengths."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(40, 8)
+
+    def forward(self, input_ids, labels):
+        weights = (self.words(labels) @ self.words(input_ids).mT).softmax(-1)
+        return torch.nn.functional.mse_loss(weights @ self.words(input_ids), self.words(labels))
+
+
 def test_source_and_target_lengths_that_change_one_after_the_other_compile_twice():
-    small = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 1}
-    eager, ours = pair(T5ForConditionalGeneration(T5Config(vocab_size=40, **small)))
+    eager, ours = pair(Translates())
     for source, target in [(8, 4), (9, 4), (9, 5), (7, 6)]:
-        assert_step_as_eager(eager, ours, **text(2, source, labels=torch.randint(3, 40, (2, target))))
+        ids, labels = torch.randint(40, (2, source)), torch.randint(40, (2, target))
+        assert_step_as_eager(eager, ours, input_ids=ids, labels=labels)
     assert compilations(ours) == 4, "forward and backward, for the first sizes and for all"
 
 
