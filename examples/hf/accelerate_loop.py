@@ -18,7 +18,7 @@ from rich.console import Console
 from run_classification import CONFIG
 from texts import LABELS, film_reviews, minilm, split
 from torch.utils.data import DataLoader
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, HfArgumentParser
 
 import ort_accel
 from ort_accel.hf import ORTAccelPlugin
@@ -47,16 +47,15 @@ def loaders(args: Arguments) -> tuple[DataLoader, DataLoader]:
     """Padded batches to train on, and to evaluate on."""
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path or str(minilm()))
 
-    def batch(reviews: list) -> dict[str, torch.Tensor]:
-        cut = {"truncation": True, "max_length": args.max_seq_length, "padding": True, "return_tensors": "pt"}
-        labels = torch.tensor([review.label for review in reviews])
-        return {**tokenizer([review.text for review in reviews], **cut), "labels": labels}
+    def rows(reviews: list, most: int | None) -> list[dict]:
+        cut = {"truncation": True, "max_length": args.max_seq_length}
+        return [{**tokenizer(review.text, **cut), "label": review.label} for review in reviews[:most]]
 
     train, held_out = split(film_reviews(), 0.3, args.seed)
-    size = {"batch_size": args.per_device_train_batch_size, "collate_fn": batch}
+    size = {"batch_size": args.per_device_train_batch_size, "collate_fn": DataCollatorWithPadding(tokenizer)}
     return (
-        DataLoader(train[: args.max_train_samples], shuffle=True, **size),
-        DataLoader(held_out[: args.max_eval_samples], **size),
+        DataLoader(rows(train, args.max_train_samples), shuffle=True, **size),
+        DataLoader(rows(held_out, args.max_eval_samples), **size),
     )
 
 

@@ -168,8 +168,8 @@ def _batch(rows: Tensor, count: int) -> Tensor:
 # As products. Sums are made in single precision at the least, and what can be done for all sequences at once is; the
 # weights of pairs, of which there are several times so many, for as many sequences as the caches of the cores hold.
 
-PAIRS_OF_A_THREAD = 2**19
-"""How many weights are made at once for each thread: 2 MiB of them."""
+PAIRS_OF_A_THREAD = 2**18
+"""How many weights are made at once for each thread: 1 MiB of them."""
 
 
 def pairs_at_once() -> int:
