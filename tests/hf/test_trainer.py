@@ -167,7 +167,7 @@ def test_training_on_the_engine_gives_eagers_losses(tmp_path, source):
 
 
 @pytest.mark.parametrize("source", ["callback", "trainer"])
-def test_a_model_that_is_made_anew_for_training_is_reached_too(accelerated, tmp_path, source):
+def test_a_model_that_is_made_anew_for_training_takes_the_place_of_the_first(tmp_path, source):
     args = arguments(tmp_path)
     made = []
     init = {"model_init": lambda: made.append(tiny_bert()) or made[-1], "train_dataset": samples()}
@@ -177,8 +177,10 @@ def test_a_model_that_is_made_anew_for_training_is_reached_too(accelerated, tmp_
         else Trainer(args=args, callbacks=[ORTAccelCallback()], **init)
     )
     trainer.train()
-    assert len(made) == 2
-    assert [model for model, _ in accelerated] == made
+    first, second = made
+    assert engine.config_of(second) is not None
+    assert engine.config_of(first) is None
+    assert ort_accel.report(second).segments, "nothing ran on the engine"
 
 
 def test_a_callback_with_the_trainers_own_configuration_does_its_work(accelerated, tmp_path):
