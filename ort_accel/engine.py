@@ -41,7 +41,7 @@ def accelerate(model: Model, config: ConfigSource = None) -> Model:
     settings = config if isinstance(config, Config) else load_config(config)
     _refuse(model)
     device, shards = device_of(model), is_sharded(model)
-    present = _call_of(model)
+    present = call_of(model)
     if present is not None and runs_by_layers(model) is shards and present.backend.serves(settings, device):
         return model
     restore(model)
@@ -76,7 +76,7 @@ def accelerate_layers(
 
 def restore(model: Model) -> Model:
     """Make an accelerated model plain PyTorch again; returns the same model. A plain model stays as it is."""
-    call = _call_of(model)
+    call = call_of(model)
     if call is not None:
         call.release()
         model._compiled_call_impl = None
@@ -99,25 +99,20 @@ def decline(model: Model, config: Config, reason: str) -> Model:
 
 def config_of(model: nn.Module) -> Config | None:
     """The configuration that an accelerated model runs with; None for any other model."""
-    call = _call_of(model)
+    call = call_of(model)
     return None if call is None else call.backend.config
 
 
 def runs_by_layers(model: nn.Module) -> bool:
     """Whether a model is accelerated layer by layer."""
-    return isinstance(_call_of(model), LayeredCall)
+    return isinstance(call_of(model), LayeredCall)
 
 
 def foresee(model: nn.Module, sizes: Foreseen) -> None:
     """Tell an accelerated model what is known about the batches to come, so that it compiles for them at once."""
-    call = _call_of(model)
+    call = call_of(model)
     if call is not None:
         call.foresee(sizes)
-
-
-def call_of(model: nn.Module) -> ModelCall | None:
-    """What an accelerated model runs when it is called, for `take_over`; None for any other model."""
-    return _call_of(model)
 
 
 def take_over(model: nn.Module, call: ModelCall, config: Config) -> bool:
@@ -126,20 +121,20 @@ def take_over(model: nn.Module, call: ModelCall, config: Config) -> bool:
     Says whether that can be: the model must be of the same class, on the same device, and plain so far.
     """
     _refuse(model)
-    is_plain = _call_of(model) is None and not is_sharded(model)
+    is_plain = call_of(model) is None and not is_sharded(model)
     return is_plain and call.backend.serves(config, device_of(model)) and call.take_over(model)
 
 
 def recapture(model: nn.Module) -> None:
     """Forget what was compiled for an accelerated model, since its hooks changed. A plain model stays as it is."""
-    call = _call_of(model)
+    call = call_of(model)
     if call is not None:
         model._compiled_call_impl = call.anew(model)
 
 
 def report(model: nn.Module) -> Report:
     """What was applied to an accelerated model, what was refused and why, and what ran where."""
-    call = _call_of(model)
+    call = call_of(model)
     if call is None and model in _DECLINED:
         return _DECLINED[model]
     if call is None:
@@ -155,23 +150,24 @@ def save_report(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def report_file_of(model: nn.Module) -> ReportFile | None:
     """The file that `observe.report_file` names for an accelerated model; None for any other model."""
-    call = _call_of(model)
+    call = call_of(model)
     return None if call is None else call.backend.report_file
 
 
 def together_with(model: nn.Module, loss: OutsideLoss) -> AbstractContextManager[None]:
     """While this is entered, the next call of an accelerated model computes this loss with it, where that can be."""
-    call = _call_of(model)
+    call = call_of(model)
     return nullcontext() if call is None else call.together_with(loss)
 
 
 def inspector_of(model: nn.Module) -> DensityInspector | None:
     """What looks at the batches of an accelerated model, where `density.inspect` asks for it."""
-    call = _call_of(model)
+    call = call_of(model)
     return None if call is None else call.backend.inspector
 
 
-def _call_of(model: nn.Module) -> ModelCall | None:
+def call_of(model: nn.Module) -> ModelCall | None:
+    """What an accelerated model runs when it is called; None for any other model."""
     call = model._compiled_call_impl
     return call if isinstance(call, ModelCall) else None
 
@@ -184,5 +180,5 @@ def _refuse(model: nn.Module) -> None:
         raise OrtAccelError("this model is wrapped by torch.compile; give accelerate the model inside it")
     if isinstance(model, nn.DataParallel):
         raise OrtAccelError("nn.DataParallel copies the model for every step; use DistributedDataParallel instead")
-    if model._compiled_call_impl is not None and _call_of(model) is None:
+    if model._compiled_call_impl is not None and call_of(model) is None:
         raise OrtAccelError("model.compile() was called on this model; it cannot run on two compilers at once")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from ort_accel.capture.open_sizes import Foreseen
 from ort_accel.engine import call_of, foresee, inspector_of, report_file_of
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import ConfigSource, activate, report_of, usable_config
@@ -70,9 +69,9 @@ class ORTAccelCallback(TrainerCallback):
         """Activate the model again: with `model_init` the Trainer has made a new one. Then settle its optimizer."""
         self.start(args, named["model"], named.get("optimizer"))
         steps = state.max_steps * args.gradient_accumulation_steps
-        foresee(named["model"], foreseen_in(named.get("train_dataloader"), steps))
-        is_evaluated = args.eval_strategy != "no" and args.eval_batch_size != args.train_batch_size
-        foresee(named["model"], Foreseen(batch=is_evaluated))
+        sizes = foreseen_in(named.get("train_dataloader"), steps)
+        sizes.batch |= args.eval_strategy != "no" and args.eval_batch_size != args.train_batch_size
+        foresee(named["model"], sizes)
         settle_optimizer(named.get("optimizer"), named["model"], self.config)
         self._leave_backward()  # of a training that was broken off
         self._in_backward = record_step_in_backward(args, named.get("optimizer"), named["model"], self.config)

@@ -62,8 +62,8 @@ def _columns(dataset: Any, count: int) -> list[list[int]]:
         rows = [row for row in dataset[:count] if isinstance(row, Mapping)]
         found = [[row.get(name) for row in rows] for name in NAMES]
     elif hasattr(dataset, "column_names") and dataset.format["type"] != "custom":  # of the package `datasets`
-        part = dataset[:count]
-        found = [list(part[name]) for name in NAMES if name in part]
+        names = [name for name in NAMES if name in dataset.column_names]
+        found = list(map(list, dataset.select_columns(names)[:count].values()))  # other columns may hold pictures
     else:
         return []
     return [[len(value) for value in column if _has_length(value)] for column in found if all(map(_has_length, column))]

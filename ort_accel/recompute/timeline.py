@@ -109,7 +109,7 @@ def timeline(
     backward: fx.GraphModule,
     wanted: int,
     cutter: Cutter,
-    holding: Holding = Holding(),
+    holding: Holding,
 ) -> Timeline:
     """A step of these graphs, which are changed. Of what the forward gives, the first `wanted` outputs are the caller's
     and stay; the others are kept for the backward."""

@@ -2,6 +2,7 @@
 
 import pytest
 from datasets import Dataset as Table
+from datasets import Image
 from torch.utils.data import DataLoader, Dataset
 from transformers import DataCollatorWithPadding, default_data_collator
 
@@ -54,3 +55,11 @@ def test_samples_that_are_made_when_asked_for_are_not_asked_for():
     for samples in (Made(), table):
         assert not foreseen_in(loader(samples)).lengths
     assert foreseen_in(loader(iter(rows(4, 5)))) == foreseen_in(None)
+
+
+def test_of_a_table_only_the_columns_that_have_a_length_are_read():
+    table = Table.from_list([{**row, "image": {"bytes": b"no picture", "path": None}} for row in rows(4, 5, 6, 7)])
+    table = table.cast_column("image", Image())
+    with pytest.raises((ImportError, OSError)):
+        table[:1]
+    assert foreseen_in(loader(table)).lengths
