@@ -238,7 +238,7 @@ class _Assembly:
         return self._numbered(segment, segment.inputs, wanted)
 
     def _pytorch_step(self, body: Body, wanted: list[fx.Node]) -> Step:
-        segment = PyTorchSegment(body, wanted, self._module)
+        segment = PyTorchSegment(body, wanted, self._module, pooled=not self._lowering.own_results)
         return self._numbered(segment, segment.inputs, wanted)
 
     def _copying_step(self, casts: Sequence[WeightCast], copies: WeightCopies) -> Step:

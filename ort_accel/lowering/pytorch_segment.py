@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_accel.lowering.embedding_gradient import embedding_gradient
 from ort_accel.lowering.nodes import is_size
 from ort_accel.lowering.segments import Body
 from ort_accel.lowering.sizes import SizeFunction, expression
@@ -18,14 +19,19 @@ aten = torch.ops.aten
 TOLERANT: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 """Tensors from ONNX Runtime are contiguous where eager's may not be, so that a plain view can be impossible."""
 
+POOLED: dict[Any, Any] = {aten.embedding_dense_backward.default: embedding_gradient}
+"""What can have its result in the memory of ONNX Runtime's pool."""
+
 
 class PyTorchSegment:
     """Runs nodes, together with the views they need, through code that torch.fx generates."""
 
-    def __init__(self, body: Body, wanted: Sequence[fx.Node], owner: fx.GraphModule) -> None:
+    def __init__(self, body: Body, wanted: Sequence[fx.Node], owner: fx.GraphModule, pooled: bool = False) -> None:
+        """`pooled` says that large results may be in ONNX Runtime's memory."""
         self.inputs = [node for node in body.inputs if not is_size(node)]
         sizes = [node for node in body.inputs if is_size(node)]
         self._size_values = SizeFunction(expression(node.meta["val"]) for node in sizes)
+        replacements = TOLERANT | POOLED if pooled else TOLERANT
         graph = fx.Graph()
         given = graph.placeholder("given")
         needed = enumerate([*self.inputs, *sizes])
@@ -33,7 +39,7 @@ class PyTorchSegment:
         graph.call_method("clear", (given,))
         for node in body.nodes:
             copy = graph.node_copy(node, copies.__getitem__)
-            copy.target = TOLERANT.get(copy.target, copy.target)
+            copy.target = replacements.get(copy.target, copy.target)
             copies[node] = copy
         graph.output([copies[node] for node in wanted])
         self._module = fx.GraphModule(owner, graph)

@@ -1,4 +1,4 @@
-"""Emptying the pool of memory that all sessions share."""
+"""The pool of memory that all sessions share: emptying it, and taking memory from it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 
 from ort_accel.runtime.imported import onnxruntime
 from ort_accel.runtime.place import CPU
-from ort_accel.runtime.session import SessionSettings, share_memory_pool
+from ort_accel.runtime.session import Session, SessionSettings, share_memory_pool
+from ort_accel.runtime.tensors import sizes_to_ort
 
 
 def release_unused() -> None:
@@ -32,3 +34,21 @@ def _shrinking() -> tuple[Any, Any]:
     options = onnxruntime.RunOptions()
     options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
     return session, options
+
+
+def pooled_zeros(rows: int, width: int) -> torch.Tensor:
+    """Zeros in single precision, in memory that goes back to the pool when the tensor is gone."""
+    return _zeros()([sizes_to_ort([rows, width], scalar=False)])[0]
+
+
+@cache
+def _zeros() -> Session:
+    """A model whose result has the sizes it is given. Sizes that it knew would make of the result a constant, which all
+    runs share."""
+    from onnx import TensorProto, helper
+
+    sizes = helper.make_tensor_value_info("sizes", TensorProto.INT64, [2])
+    zeros = helper.make_tensor_value_info("zeros", TensorProto.FLOAT, [None, None])
+    graph = helper.make_graph([helper.make_node("ConstantOfShape", ["sizes"], ["zeros"])], "zeros", [sizes], [zeros])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return Session(model.SerializeToString(), ["sizes"], ["zeros"], SessionSettings(threads=1))

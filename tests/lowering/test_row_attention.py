@@ -97,7 +97,7 @@ def test_sequences_that_are_alike_run_together(kind, keep, monkeypatch):
         own.scaled_dot_product_of_rows(*tensors, spans, rows, rows, mask, kept, keep, None)[0], tensors
     )
     assert counts == [[2, 1, 2], [2, 1, 2]]
-    monkeypatch.setattr(row_attention._Pairs, "_form", lambda self, number, span: number)
+    monkeypatch.setattr(row_attention._Pairs, "_form", lambda self, sequence: sequence.number)
     alone = gradients(own.scaled_dot_product_of_rows(*tensors, spans, rows, rows, mask, kept, keep, None)[0], tensors)
     assert counts[2:] == [[1] * 5, [1] * 5]
     torch.testing.assert_close(together, alone)

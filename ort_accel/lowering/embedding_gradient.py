@@ -1,0 +1,29 @@
+"""The gradient of a large embedding, in memory of ONNX Runtime's pool."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ort_accel.runtime.pool import pooled_zeros
+
+aten = torch.ops.aten
+
+LARGE = 32 << 20
+"""From so many bytes on, the C library takes memory from the system each time and gives it back when it is free. Zeros
+for 30,522 words and a width of 384, 45 MiB, took 30 to 80 ms on a virtual machine, most of that for the pages. In the
+pool's memory, which stays, they took 2.3 ms."""
+
+
+def embedding_gradient(grad: Tensor, indices: Tensor, count: int, padding: int, by_frequency: bool) -> Tensor:
+    """What `aten.embedding_dense_backward` gives, bit for bit: it adds up the rows that occur, in the same order."""
+    width = grad.shape[-1]
+    is_large = count * width * grad.itemsize >= LARGE
+    if not is_large or by_frequency or not grad.is_cpu or grad.dtype != torch.float32 or not grad.numel():
+        return aten.embedding_dense_backward.default(grad, indices, count, padding, by_frequency)  # type: ignore[no-any-return]
+    whole = pooled_zeros(count, width)
+    rows, numbers = torch.unique(indices.reshape(-1), return_inverse=True)
+    whole[rows] = aten.embedding_dense_backward.default(grad.reshape(-1, width), numbers, len(rows), -1, False)
+    if 0 <= padding < count:
+        whole[padding] = 0
+    return whole
