@@ -9,8 +9,8 @@ from ort_accel.runtime.pool import pooled_zeros
 
 aten = torch.ops.aten
 
-LARGE = 32 << 20
-"""From so many bytes on, the C library takes memory from the system each time and gives it back when it is free. Zeros
+LARGE = 8 << 20
+"""Memory for so many bytes often comes from the system and goes back there when it is free, above 32 MiB each time. Zeros
 for 30,522 words and a width of 384, 45 MiB, took 30 to 80 ms on a virtual machine, most of that for the pages. In the
 pool's memory, which stays, they took 2.3 ms."""
 
