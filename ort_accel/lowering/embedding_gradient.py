@@ -10,9 +10,9 @@ from ort_accel.runtime.pool import pooled_zeros
 aten = torch.ops.aten
 
 LARGE = 8 << 20
-"""Memory for so many bytes often comes from the system and goes back there when it is free, above 32 MiB each time. Zeros
-for 30,522 words and a width of 384, 45 MiB, took 30 to 80 ms on a virtual machine, most of that for the pages. In the
-pool's memory, which stays, they took 2.3 ms."""
+"""Memory for so many bytes often comes from the system and goes back there when it is free, above 32 MiB always.
+Zeros for 30,522 words and a width of 384, 45 MiB, took 30 to 80 ms on a virtual machine, most of that for the pages. In
+the pool's memory, which stays, they took 2.3 ms."""
 
 
 def embedding_gradient(grad: Tensor, indices: Tensor, count: int, padding: int, by_frequency: bool) -> Tensor:
