@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any, Protocol
 
 
@@ -202,13 +202,23 @@ class Race:
     chosen: str
 
 
+class PlanKind(IntEnum):
+    """What is done with what the forward keeps; a user's plans ask for the first three."""
+
+    OFF = 0
+    RECOMPUTE = 1
+    COMPROMISE = 2
+    """Compute again from a copy of a smaller type, which is kept."""
+    OFFLOAD = 3
+    """Move to host memory and back."""
+
+
 @dataclass(frozen=True)
 class PlanRow:
     """What computing a cluster of operators again would save and cost, and whether that is done."""
 
     cluster: str
-    kind: int
-    """1 computes again from what is kept, 2 from a copy of a smaller type; 3 moves to host memory and back."""
+    kind: PlanKind
     requested: int
     """How many places were asked for; 0 where nobody asked, -1 for all."""
     applied: int

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ort_accel.config.tree import shortened
+from ort_accel.reporting import PlanKind
 
 GRAMMAR = "a plan is cluster:type:count, such as BiasGelu+:1:-1"
 MAX_BYTES = 1 << 20
@@ -27,8 +28,7 @@ class Plan:
 
     cluster: str
     """ONNX operators in topological order, each followed by `+`."""
-    kind: int
-    """0 is off, 1 recomputes, 2 recomputes from a smaller-typed copy that is kept."""
+    kind: PlanKind
     count: int
     """How many of the places, from the first one on; -1 takes all."""
 
@@ -49,7 +49,7 @@ class Plan:
             )
         if not _COUNT.fullmatch(count):
             raise PlanError(f"{shortened(count)!r} is no count; write -1 (all) or how many, from 1 on; {GRAMMAR}")
-        return cls(cluster, int(kind), int(count))
+        return cls(cluster, PlanKind(int(kind)), int(count))
 
     def __str__(self) -> str:
         return f"{self.cluster}:{self.kind}:{self.count}"

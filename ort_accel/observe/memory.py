@@ -8,10 +8,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ort_accel.reporting import GraphMemory, MeasuredPeak, Peak, PlanRow, Report
+from ort_accel.reporting import GraphMemory, MeasuredPeak, Peak, PlanKind, PlanRow, Report
 
-OFFLOAD = 3
-KINDS = {1: "recompute", 2: "keep a smaller copy", OFFLOAD: "offload"}
+KINDS = {
+    PlanKind.RECOMPUTE: "recompute",
+    PlanKind.COMPROMISE: "keep a smaller copy",
+    PlanKind.OFFLOAD: "offload",
+}
 
 
 def mib(count: float) -> str:
@@ -52,7 +55,7 @@ def plan_table(rows: Sequence[PlanRow]) -> Table:
     for number, row in enumerate(rows, 1):
         state = "ON" if row.applied else "OFF"
         count = row.applied if 0 < row.applied < row.frequency else -1
-        config = f"{row.cluster}:{row.kind}:{count}" if row.kind != OFFLOAD else f"{row.cluster} offload"
+        config = f"{row.cluster}:{row.kind}:{count}" if row.kind != PlanKind.OFFLOAD else f"{row.cluster} offload"
         cells = (str(row.frequency), f"{row.saving:,}", f"{row.cost_ms:.2f}", row.symbolic)
         table.add_row(f"Plan {number}", state, Text(config), *cells)
     return table

@@ -21,10 +21,10 @@ from ort_accel.recompute.layers import Layers, find_layers, region
 from ort_accel.recompute.moves import Movable, Moved, move
 from ort_accel.recompute.onnx_names import cluster_of
 from ort_accel.recompute.partition import Pair, partition, rehearsed
-from ort_accel.recompute.plans import COMPROMISE, OFFLOAD, RECOMPUTE, Option, Place, Probe, Wish, find_plans, matched
+from ort_accel.recompute.plans import Option, Place, Probe, Wish, find_plans, matched
 from ort_accel.recompute.stash import Kept, stash, total
 from ort_accel.recompute.timeline import Cutter, Holding, Timeline, timeline
-from ort_accel.reporting import GraphMemory, Peak, PlanRow, Report
+from ort_accel.reporting import GraphMemory, Peak, PlanKind, PlanRow, Report
 
 FEATURE = "memory.offload"
 
@@ -90,7 +90,9 @@ class Recompute:
         steps: list[tuple[Collection[fx.Node], Timeline]] = []
         values: Collection[str] = ()
         if self._memory.budget is not None:
-            free = [p for option in options if option.kind == RECOMPUTE for p in option.places if p not in taken]
+            free = [
+                p for option in options if option.kind == PlanKind.RECOMPUTE for p in option.places if p not in taken
+            ]
             free = [place for place in free if not place.nodes & marks.borders]
             tried = self._within(self._memory.budget, free, movable, chosen, foresee)
             steps = [(choice.nodes, choice.step) for choice in tried]
@@ -144,7 +146,7 @@ class Recompute:
         return [
             place
             for option in options
-            if option.kind != COMPROMISE or self._level() == 2
+            if option.kind != PlanKind.COMPROMISE or self._level() == 2
             for place in option.places
             if all(whole(item.node) in inside for item in place.saved)
         ]
@@ -199,7 +201,7 @@ def _move_rows(movable: Movable, moved: Moved) -> list[PlanRow]:
     return [
         PlanRow(
             cluster,
-            OFFLOAD,
+            PlanKind.OFFLOAD,
             0,
             sum(kept.node.name in moved.values for kept in values),
             len(values),

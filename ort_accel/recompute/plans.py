@@ -18,15 +18,13 @@ from ort_accel.recompute.graph import Bytes, inputs_of, is_lasting, owner, whole
 from ort_accel.recompute.layers import Layers
 from ort_accel.recompute.onnx_names import cluster_of, may_repeat, packet
 from ort_accel.recompute.stash import Kept, stash
+from ort_accel.reporting import PlanKind
 
 aten = torch.ops.aten
 
 MOST_NODES = 50
 """A plan that would repeat more than this is none."""
 
-OFF, RECOMPUTE, COMPROMISE = 0, 1, 2
-OFFLOAD = 3
-"""What a budget may do with values beside; no plan of a user asks for it."""
 _SHOWN = 8
 
 
@@ -35,7 +33,7 @@ class Place:
     """One place in the graph where a cluster is found."""
 
     cluster: str
-    kind: int
+    kind: PlanKind
     nodes: frozenset[fx.Node]
     """The operators that are computed again."""
     saved: tuple[Kept, ...]
@@ -60,7 +58,7 @@ class Option:
     """All places of one cluster, in the order of the graph: what one line of the plan table is about."""
 
     cluster: str
-    kind: int
+    kind: PlanKind
     places: list[Place] = field(default_factory=list)
 
 
@@ -108,11 +106,11 @@ class _Search:
                 continue
             found = self._walk(operator, compromise=False)
             if found is not None:
-                yield self._described(RECOMPUTE, found[0], saved, found[1])
+                yield self._described(PlanKind.RECOMPUTE, found[0], saved, found[1])
                 continue
             found = self._walk(operator, compromise=True)
             if found is not None:
-                place = self._described(COMPROMISE, found[0], saved, found[1])
+                place = self._described(PlanKind.COMPROMISE, found[0], saved, found[1])
                 if place.hint > 0:
                     yield place
 
@@ -142,7 +140,7 @@ class _Search:
     def _is_there(self, node: fx.Node) -> bool:
         return is_lasting(node) or owner(node) in self._anyway
 
-    def _described(self, kind: int, nodes: set[fx.Node], saved: list[Kept], instead: list[fx.Node]) -> Place:
+    def _described(self, kind: PlanKind, nodes: set[fx.Node], saved: list[Kept], instead: list[fx.Node]) -> Place:
         ordered = sorted(nodes, key=self._place.__getitem__)
         named = [n for n in ordered if n in self._hidden or any(u in self._hidden and u in nodes for u in n.users)]
         operators = frozenset(node for node in nodes if not is_view(node))
@@ -190,7 +188,7 @@ def matched(plans: Iterable[Plan], options: Sequence[Option]) -> list[Wish]:
     known = {(option.cluster, option.kind): option for option in options}
     wishes: list[Wish] = []
     for plan in plans:
-        if plan.kind == OFF:
+        if plan.kind == PlanKind.OFF:
             found = [option for option in options if option.cluster == plan.cluster]
             if not found:
                 raise _unknown(plan, options)

@@ -22,11 +22,12 @@ from ort_accel.observe.memory import render_memory
 from ort_accel.recompute import moves, optimizer, transfers
 from ort_accel.recompute.budget import choices
 from ort_accel.recompute.moves import Move
-from ort_accel.recompute.plans import OFFLOAD, RECOMPUTE, Place
+from ort_accel.recompute.plans import Place
 from ort_accel.recompute.pools import Moment
 from ort_accel.recompute.stash import Kept
 from ort_accel.recompute.timeline import Timeline
 from ort_accel.recompute.transfers import Station, Way, coming, leaving, waiting
+from ort_accel.reporting import PlanKind
 from ort_accel.runtime import place
 from ort_accel.runtime.host_memory import HostMemory
 from tests.against_eager import assert_same, compilations, step
@@ -147,7 +148,7 @@ def test_a_budget_below_what_recomputation_reaches_is_kept_by_moving_values(late
     without, *_, chosen = memory.frontier
     assert max(sum(stage.amounts.values()) for stage in memory.stages) == chosen.bytes <= budget * without.bytes
     assert late.begun == 2 * memory.moved > 0
-    assert sum(row.applied for row in memory.plans if row.kind == OFFLOAD) > 0
+    assert sum(row.applied for row in memory.plans if row.kind == PlanKind.OFFLOAD) > 0
     assert f"{memory.moved / 2**20:,.1f} MiB" in ort_accel.report(ours).features["memory.offload"].effect
     with (console := Console(width=200)).capture() as shown:
         console.print(render_memory(ort_accel.report(ours)))
@@ -214,7 +215,10 @@ def options(again, moved):
     kept = {name: Kept(graph.create_node("call_function", torch.relu, (), {}, name)) for name in again}
     for item in kept.values():
         item.node.meta["val"] = torch.empty(256, device="meta")
-    places = [Place("Relu+", RECOMPUTE, frozenset([kept[n].node]), (kept[n],), cost=cost) for n, cost in again.items()]
+    places = [
+        Place("Relu+", PlanKind.RECOMPUTE, frozenset([kept[n].node]), (kept[n],), cost=cost)
+        for n, cost in again.items()
+    ]
     return [*places, *(Move(item, queue) for item in kept.values())]
 
 
