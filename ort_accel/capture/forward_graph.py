@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 from torch.fx.traceback import preserve_node_meta
 
+from ort_accel.capture.known_results import KnownResults
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource
 from ort_accel.rewrite.pipeline import NothingToSkip
 
@@ -110,10 +111,12 @@ class Tracer:
 
     def trace(self, function: Callable[..., Any], more: Sequence[Tensor] = ()) -> fx.GraphModule:
         """The graph of a function of the inputs and the tables; a graph's own nodes keep their lines of code."""
+        table = None
         if isinstance(function, fx.GraphModule):
-            function = fx.Interpreter(function).run
+            run = KnownResults(function, self._mode)
+            function, table = run.run, run.table
         with self._mode, enable_python_dispatcher(), preserve_node_meta():
-            traced = make_fx(function, pre_dispatch=True, tracing_mode="real")(*self._fakes, *more)
+            traced = make_fx(function, table, "real", pre_dispatch=True)(*self._fakes, *more)
         if any(isinstance(value, FakeTensor) for _, value in traced.named_buffers()):
             raise NothingToSkip("a tensor in it is made in a way that tracing does not see")
         return traced

@@ -13,7 +13,12 @@ from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
 from ort_accel.lowering.nodes import user_line
 
 
-def captured(function: Callable[..., Any], *inputs: Tensor, look: Callable[[fx.GraphModule, Tracer], Any]) -> list[Any]:
+def captured(
+    function: Callable[..., Any],
+    *inputs: Tensor,
+    look: Callable[[fx.GraphModule, Tracer], Any],
+    dynamic: bool = True,
+) -> list[Any]:
     """What is seen of each graph that Dynamo captures."""
     seen = []
 
@@ -22,7 +27,7 @@ def captured(function: Callable[..., Any], *inputs: Tensor, look: Callable[[fx.G
         return module.forward
 
     with capturing():
-        torch.compile(function, backend=backend, dynamic=True)(*inputs)
+        torch.compile(function, backend=backend, dynamic=dynamic)(*inputs)
     return seen
 
 
