@@ -259,8 +259,8 @@ def _dropped(weights: Tensor, run: _Run) -> Tensor:
 
 
 def _flat(rows: Tensor, run: _Run) -> Tensor:
-    """[sequences * heads, length, width]; of a single sequence it is a view."""
-    return _batch(rows, run.sequences).flatten(0, 1)
+    """[sequences * heads, length, width]. A single sequence needs one view instead of three."""
+    return rows.transpose(0, 1) if run.sequences == 1 else _batch(rows, run.sequences).flatten(0, 1)
 
 
 def _put(flat: Tensor, rows: Tensor, run: _Run) -> None:
