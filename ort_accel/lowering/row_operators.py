@@ -39,6 +39,9 @@ own = torch.ops.ort_accel
 ON_ROWS = {own.rows_of, own.rows_into, own.scaled_dot_product_of_rows}
 """The operators of forward graphs that compute only some rows."""
 
+ROW_OPERATORS = {*ON_ROWS, own.scaled_dot_product_of_rows_backward}
+"""The operators of all graphs that do."""
+
 
 def _rows_of(source: Tensor, rows: Tensor, places: Tensor) -> Tensor:
     return source.index_select(0, rows)

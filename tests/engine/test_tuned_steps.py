@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
+from transformers import BertConfig, BertForMaskedLM
 
 import ort_accel
 from ort_accel.reporting import State
@@ -71,3 +73,22 @@ def test_measurements_are_kept_in_the_cache_where_no_file_is_named(tmp_path):
         eager, ours = pair(Block(), wish)
         assert_step_as_eager(eager, ours, batch(7))
     assert (tmp_path / "tuning.json").exists()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_graphs_that_compute_only_some_rows_are_measured_too(dropout):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    model = BertForMaskedLM(BertConfig(vocab_size=40, **sizes, **rates))
+    eager, ours = pair(model, {"compute": {"tuning": {"enabled": True}}})
+    for lengths in ([12, 5, 3], [4, 12, 2]):
+        mask = (torch.arange(12) < torch.tensor(lengths)[:, None]).long()
+        ids = torch.randint(1, 40, mask.shape)
+        labels = torch.where((ids % 3 == 0) & (mask > 0), ids, -100)
+        assert_step_as_eager(eager, ours, input_ids=ids, attention_mask=mask, labels=labels)
+    report = ort_accel.report(ours)
+    assert report.features[FEATURE].state is State.APPLIED
+    assert report.features["density.padding"].state is State.APPLIED
+    subjects = {race.subject.split(" ")[0] for race in report.races if race.graph.startswith(("forward", "backward"))}
+    assert {"the", "ort_accel.rows_of.default", "aten.addmm.default", "aten.mm.default"} <= subjects

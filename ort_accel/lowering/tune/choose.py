@@ -16,7 +16,7 @@ from ort_accel.lowering.segments import Assignment, sources
 from ort_accel.lowering.tune import crossing
 from ort_accel.lowering.tune.cheapest import Costs, cheapest
 from ort_accel.lowering.tune.kinds import Kind, kinds_in, text_of
-from ort_accel.lowering.tune.made_up import made_up, symbols_of
+from ort_accel.lowering.tune.made_up import made_up_inputs, symbols_of
 from ort_accel.lowering.tune.measurable import obstacle
 from ort_accel.reporting import Race, Reason, Report, Runner
 from ort_accel.runtime.place import Place
@@ -141,7 +141,7 @@ class Tuner:
         return costs
 
     def _time_programs(self, name: str, graph: fx.Graph, programs: Mapping[str, Program]) -> Seconds | None:
-        inputs = [made_up(node.meta.get("val")) for node in graph.find_nodes(op="placeholder")]
+        inputs = made_up_inputs(graph.find_nodes(op="placeholder"))
         return self.stopwatch.race(name, {label: _call(program, inputs) for label, program in programs.items()})
 
     def _chosen(

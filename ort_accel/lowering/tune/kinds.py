@@ -14,7 +14,7 @@ from ort_accel.lowering.program import Symbols
 from ort_accel.lowering.pytorch_segment import PyTorchSegment
 from ort_accel.lowering.segments import Assignment, Body, body_of
 from ort_accel.lowering.sizes import hint, hinted_elements
-from ort_accel.lowering.tune.made_up import made_up
+from ort_accel.lowering.tune.made_up import made_up, made_up_inputs
 from ort_accel.reporting import Runner
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.tuning import Runs
@@ -34,7 +34,7 @@ class Kind:
         body, wanted = _alone(self.nodes[0], self.free)
         ours, theirs = build(body, wanted, opset), PyTorchSegment(body, wanted, owner)
         segment = OrtSegment(ours, sessions, lambda _: False, lambda: theirs, _fail, self.subject)
-        inputs = [made_up(node.meta["val"]) for node in segment.inputs]
+        inputs = made_up_inputs(segment.inputs)
         return {
             Runner.ORT.value: lambda: segment(list(inputs), symbols),
             Runner.PYTORCH.value: lambda: theirs(list(inputs), symbols),

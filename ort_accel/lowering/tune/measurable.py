@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from ort_accel.lowering.draws import kept
 from ort_accel.lowering.nodes import fakes_in, is_part, is_size, is_watched, op_name
 from ort_accel.lowering.registry import lowerings
-from ort_accel.lowering.row_operators import ON_ROWS, own
+from ort_accel.lowering.row_operators import ROW_OPERATORS
 
 KNOWN = {"aten", "prims"}
 """Namespaces whose operators do nothing but compute, as those do that ONNX can express; others may send or count."""
@@ -23,14 +23,14 @@ def obstacle(graph: fx.Graph) -> str:
         if node.op != "call_function" or is_part(node) or is_size(node):
             continue
         target = node.target
-        if getattr(target, "overloadpacket", None) in {*ON_ROWS, own.scaled_dot_product_of_rows_backward}:
-            return f"{op_name(node)} needs to know which rows count, and only real batches tell"
-        if is_watched(node) or not (target in lowerings() or target is kept or _namespace(target) in KNOWN):
+        if is_watched(node) or not (target in lowerings() or target is kept or _only_computes(target)):
             return f"{op_name(node)} may do more than compute"
         if free_unbacked_symbols(fakes_in(node.meta["val"])):
             return f"the sizes that {op_name(node)} gives depend on data"
     return ""
 
 
-def _namespace(target: Any) -> str:
-    return target.namespace if isinstance(target, torch._ops.OpOverload) else ""
+def _only_computes(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.namespace in KNOWN or target.overloadpacket in ROW_OPERATORS
