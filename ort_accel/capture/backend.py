@@ -14,7 +14,7 @@ from torch._guards import TracingContext
 
 from ort_accel.capture.attention import attention_as
 from ort_accel.capture.batch_norm_types import tell_true_types
-from ort_accel.capture.choice import chosen_runtime, opset, session_settings, tuner
+from ort_accel.capture.choice import chosen_runtime, estimator, opset, session_settings, tuner
 from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features, refuse_missing
 from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
@@ -85,7 +85,9 @@ class Backend:
             report=report,
             unwanted=frozenset(config.engine.run_in_pytorch),
             failed=self.policy.failed,
+            for_speed=config.compute.placement != "onnxruntime",
             fusions=config.compute.fusions is not False,
+            estimator=estimator(config, runtime, settings),
             tuner=tuner(config, runtime, sessions.without_trace(), report),
             copies=self._copies(),
             leaves=Leaves(report) if config.memory.early_gradient_release and not zero3 else None,

@@ -9,6 +9,8 @@ import torch
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
 from ort_accel.lowering.tune.choose import Tuner
+from ort_accel.lowering.tune.estimate import Estimator
+from ort_accel.lowering.tune.yardsticks import Machine
 from ort_accel.observe.logs import severity
 from ort_accel.reporting import Report
 from ort_accel.runtime.flavor import Flavor, installed_runtime
@@ -62,6 +64,13 @@ def opset(config: Config, runtime: Flavor) -> int:
             f"engine.opset is {wish}, but {runtime.distribution} {runtime.version} runs {runtime.newest_opset} at most"
         )
     return wish
+
+
+def estimator(config: Config, runtime: Flavor, settings: SessionSettings) -> Estimator | None:
+    """What estimates who is faster, where that is asked for. What is measured differs from run to run."""
+    if config.compute.placement != "auto" or settings.deterministic or settings.place.is_cuda:
+        return None
+    return None if config.compute.tuning.enabled else Estimator(Machine(settings, opset(config, runtime)))
 
 
 def tuner(config: Config, runtime: Flavor, sessions: Sessions, report: Report) -> Tuner | None:

@@ -41,6 +41,7 @@ OBEYED = (
     "precision.cast_propagation.strategy",
     "precision.cast_propagation.allow",
     "precision.cache_cast_weights",
+    "compute.placement",
     "compute.fusions",
     "compute.attention",
     "compute.upstream",
@@ -134,6 +135,7 @@ def record_features(
     report.applied("engine", f"{runtime.distribution} {runtime.version}, {kind}, {how}")
     _record_engine(config, settings, report)
     _record_compute(config, report)
+    _record_placement(config, settings, report)
     record_cuda(config, settings.place, report)
     _record_optimizer(config, report)
     _record_trainers(config, report)
@@ -209,6 +211,16 @@ def _record_compute(config: Config, report: Report) -> None:
         report.off("compute.fusions", "switched off, with all optimizations of ONNX Runtime")
     else:
         report.applied("compute.fusions", FUSED)
+
+
+def _record_placement(config: Config, settings: SessionSettings, report: Report) -> None:
+    wish = config.compute.placement
+    if wish == "onnxruntime" or settings.place.is_cuda:
+        report.off("compute.placement", "ONNX Runtime runs all that it can")
+    elif wish == "fixed" or settings.deterministic or config.compute.tuning.enabled:
+        report.applied("compute.placement", "PyTorch runs what figures of another machine say it runs faster")
+    else:
+        report.applied("compute.placement", "PyTorch runs what a timed call of each operator says it runs faster here")
 
 
 def _record_optimizer(config: Config, report: Report) -> None:

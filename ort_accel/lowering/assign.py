@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +52,9 @@ class Assigner:
     sessions: Sessions
     unwanted: frozenset[str] = frozenset()
     for_speed: bool = True
-    """Leave to PyTorch what it was measured to run faster."""
+    """Leave to PyTorch what it runs faster."""
+    estimated: Callable[[fx.Node], bool] = lambda _: False
+    """Whether a node's time will be estimated, so that known figures do not count."""
     _tried: dict[Any, Refusal | None] = field(default_factory=dict)
 
     def refusal(self, node: fx.Node) -> Refusal | None:
@@ -79,8 +82,13 @@ class Assigner:
             return refusal
         if any(0 in map(expression, tensor.shape) for tensor in fakes_in(node.meta["val"])):
             return Refusal(Reason.SMALL, "an empty tensor, for which some kernels give no result")
-        figures = slower(node) if self.for_speed and not self.sessions.settings.place.is_cuda else None
+        figures = self._figures(node)
         return Refusal(Reason.SLOWER, figures) if figures else self._trial(node)
+
+    def _figures(self, node: fx.Node) -> str | None:
+        if not self.for_speed or self.sessions.settings.place.is_cuda:
+            return None
+        return None if self.estimated(node) else slower(node)
 
     def _refused_tensor(self, node: fx.Node) -> Refusal | None:
         inputs = [argument.meta.get("val") for argument in node.all_input_nodes]

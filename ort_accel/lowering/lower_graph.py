@@ -21,6 +21,7 @@ from ort_accel.lowering.pytorch_segment import PyTorchSegment
 from ort_accel.lowering.segments import Assignment, Body, Cut, assign, body_of, cut
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
 from ort_accel.lowering.tune.choose import Tuner
+from ort_accel.lowering.tune.estimate import Estimator
 from ort_accel.lowering.weight_casts import CopiesOfWeights, WeightCast, take_out
 from ort_accel.reporting import Reason, Report, Runner, Segment
 from ort_accel.runtime.journal import EndedBefore
@@ -48,6 +49,8 @@ class Lowering:
     """Join operators that ONNX Runtime does not join by itself."""
     tuner: Tuner | None = None
     """Chooses by measurement between what ONNX Runtime and PyTorch both can run."""
+    estimator: Estimator | None = None
+    """Chooses by yardsticks where there is no tuner."""
     copies: WeightCopies | None = None
     """Keeps autocast's copies of weights."""
     leaves: Leaves | None = None
@@ -58,6 +61,8 @@ class Lowering:
 
     def __post_init__(self) -> None:
         self.assigner = Assigner(self.opset, self.sessions, self.unwanted, self.for_speed)
+        if self.estimator is not None:
+            self.assigner.estimated = self.estimator.decides
 
 
 def lower_graph(
@@ -75,7 +80,7 @@ def lower_graph(
         fuse(module.graph, lowering.report)
     casts = take_out(module.graph, bound) if lowering.copies and name.startswith("forward") else []
     with lowering.report.timed("assign operators", name):
-        assignment = assign(module.graph, lowering.assigner.refusal)
+        assignment = _assignment(module.graph, lowering)
     if lowering.tuner is not None:
         with lowering.report.timed("tune", name):
             trial = replace(lowering, sessions=lowering.sessions.without_trace(), failed=_fail)
@@ -86,6 +91,11 @@ def lower_graph(
         program = _Assembly(module, lowering, name, bound, assignment, cuts).program(casts, gradients)
     _record(cuts, assignment, lowering.report, name)
     return program
+
+
+def _assignment(graph: fx.Graph, lowering: Lowering) -> Assignment:
+    found = assign(graph, lowering.assigner.refusal)
+    return found if lowering.estimator is None else lowering.estimator.divided(found)
 
 
 def _cuts(graph: fx.Graph, assignment: Assignment, lowering: Lowering, gradients: Gradients = ()) -> list[Cut]:
@@ -101,7 +111,7 @@ def foreseen(module: fx.GraphModule, gradients: Gradients, lowering: Lowering) -
     """The segments that a graph would be cut into, without measuring anything. The graph is rewritten on the way."""
     if lowering.fusions:
         fuse(module.graph, Report())
-    return _cuts(module.graph, assign(module.graph, lowering.assigner.refusal), lowering, gradients)
+    return _cuts(module.graph, _assignment(module.graph, lowering), lowering, gradients)
 
 
 def _trial(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -69,6 +69,15 @@ def sources(node: fx.Node, free: set[fx.Node]) -> set[fx.Node]:
         elif item.op == "call_function" and not is_size(item):
             found.add(item)
     return found
+
+
+def readers_of(nodes: Iterable[fx.Node], free: set[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+    """For each of the nodes, those of them that need its results."""
+    readers: dict[fx.Node, set[fx.Node]] = {node: set() for node in nodes}
+    for node in readers:
+        for source in sources(node, free):
+            readers[source].add(node)
+    return readers
 
 
 def cut(graph: fx.Graph, assignment: Assignment) -> list[Cut]:

@@ -1,4 +1,5 @@
-"""Operators that ONNX Runtime could run and PyTorch runs faster on the CPU, with the figures that say so.
+"""Operators that ONNX Runtime could run and PyTorch runs faster on the CPU, with the figures that say so: for those
+that have no yardstick (`tune/yardsticks.py`), and for runs that must divide the work alike each time.
 
 Measured one operator at a time, both with two threads (batch norm with one), on an AMD EPYC (Zen 4), with
 onnxruntime-training-cpu 1.19.2 and torch 2.13. Handing tensors over costs about 0.05 ms, so that small tensors stay

@@ -47,6 +47,12 @@ class Compute(Section):
     """Move slices, gathers and reshapes up towards the inputs, through whatever works row by row, so that rows that are
     thrown away later are not computed."""
 
+    placement: Literal["auto", "fixed", "onnxruntime"] = "auto"
+    """Who runs the operators that both can run (cpu only). `auto` times a call of the most frequent ones on either
+    side, once in a process and in less than a second, and lets PyTorch run what it runs faster on this machine. `fixed`
+    follows figures of one machine, so that every run divides the work alike; `engine.deterministic` does so, too.
+    `onnxruntime` lets ONNX Runtime run all it can. `tuning` measures each graph on its real sizes instead."""
+
     fusions: Switch = "auto"
     """Join neighbouring operators into one kernel. `auto` joins where that was measured to be faster; `false` helps to
     hunt a numerical difference."""

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ort_accel.lowering.assign import Refusal
 from ort_accel.lowering.program import Program
-from ort_accel.lowering.segments import Assignment, sources
+from ort_accel.lowering.segments import Assignment, readers_of
 from ort_accel.lowering.tune import crossing
 from ort_accel.lowering.tune.cheapest import Costs, cheapest
 from ort_accel.lowering.tune.kinds import Kind, kinds_in, text_of
 from ort_accel.lowering.tune.made_up import made_up_inputs, symbols_of
 from ort_accel.lowering.tune.measurable import obstacle
+from ort_accel.lowering.tune.unnoticed import unnoticed
 from ort_accel.reporting import Race, Reason, Report, Runner
-from ort_accel.runtime.place import Place
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.tuning import Results, Seconds, Stopwatch
 
@@ -63,11 +60,11 @@ class Tuner:
         if reason := self._refusal(graph):
             return self._unmeasured(name, assignment, reason)
         try:
-            with _unnoticed(self.sessions.settings.place):
+            with unnoticed(self.sessions.settings.place):
                 self._time_kinds(module, kinds)
                 divisions = self._divisions(assignment, kinds)
             programs = {label: make(_moved(assignment, division, {})) for label, division in divisions.items()}
-            with _unnoticed(self.sessions.settings.place):
+            with unnoticed(self.sessions.settings.place):
                 seconds = self._time_programs(name, graph, programs)
         except Exception as error:
             line = (str(error).splitlines() or [""])[0]
@@ -115,10 +112,7 @@ class Tuner:
             return found
         handover = crossing.handover(known["seconds"])
         costs = self._costs(assignment, kinds, handover)
-        readers: dict[fx.Node, set[fx.Node]] = {node: set() for node in costs}
-        for node in costs:
-            for source in sources(node, assignment.free):
-                readers[source].add(node)
+        readers = readers_of(costs, assignment.free)
         for label, share in DIVISIONS.items():
             division = cheapest(costs, readers, handover.price * share) & ours
             if division not in found.values():
@@ -194,15 +188,3 @@ def _in_words(seconds: Seconds) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
-
-
-@contextmanager
-def _unnoticed(place: Place) -> Iterator[None]:
-    """Run real tensors while all around is traced, and leave the random numbers as they are."""
-    with (
-        _disable_current_modes(),
-        torch.no_grad(),
-        torch.autocast(place.kind, enabled=False),
-        torch.random.fork_rng(devices=[place.index] if place.is_cuda else []),
-    ):
-        yield

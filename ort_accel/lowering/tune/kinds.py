@@ -47,11 +47,15 @@ def kinds_in(assignment: Assignment) -> list[Kind]:
     for node, runner in assignment.runner.items():
         if runner is not Runner.ORT or node in assignment.free or not _gives_tensors(node):
             continue
-        body, _ = _alone(node, assignment.free)
-        key = _key(body)
-        kind = kinds.setdefault(key, Kind(_subject(node), key, [], assignment.free))
-        kind.nodes.append(node)
+        kind = kind_of(node, assignment.free)
+        kinds.setdefault(kind.key, kind).nodes.append(node)
     return sorted(kinds.values(), key=lambda kind: -len(kind.nodes) * _numbers(kind.nodes[0]))
+
+
+def kind_of(node: fx.Node, free: set[fx.Node]) -> Kind:
+    """The kind of a node, without any nodes yet."""
+    body, _ = _alone(node, free)
+    return Kind(_subject(node), _key(body), [], free)
 
 
 def _alone(node: fx.Node, free: set[fx.Node]) -> tuple[Body, list[fx.Node]]:

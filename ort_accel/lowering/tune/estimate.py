@@ -1,0 +1,116 @@
+"""Who runs what where nothing is tuned: the division of a graph that costs least by the yardsticks of this machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from ort_accel.lowering.assign import Refusal
+from ort_accel.lowering.flops import flops
+from ort_accel.lowering.nodes import fakes_in
+from ort_accel.lowering.segments import Assignment, readers_of
+from ort_accel.lowering.tune.cheapest import Costs, cheapest
+from ort_accel.lowering.tune.yardsticks import Machine, Yardstick, amount_of, has_yardstick
+from ort_accel.reporting import Reason, Runner
+
+ABOUT = 0.1
+"""Times that differ by a smaller share are taken for equal: so much a busy machine gets wrong."""
+
+LEAST_GAIN = 0.05
+"""The share of a graph's estimated time that has to be saved for anything to move."""
+
+LARGE = 1 << 16
+"""Elements of an operator for which a yardstick is worth its time."""
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """Lets PyTorch run what it runs so much faster here that handing tensors over pays."""
+
+    machine: Machine
+
+    def decides(self, node: fx.Node) -> bool:
+        """Whether a node has a yardstick. Those are in single precision."""
+        return has_yardstick(node.target) and _is_single(node)
+
+    def divided(self, assignment: Assignment) -> Assignment:
+        """The assignment that costs least; the given one unless that saves enough."""
+        large = self._large(assignment)
+        measured = {node: found for node in large if (found := self._estimate(node))}
+        if not any(is_faster(found) for found in measured.values()):
+            return assignment
+        costs = self._costs(assignment, large, measured)
+        readers = readers_of(costs, assignment.free)
+        price = self.machine.price
+        already = {node for node, runner in assignment.runner.items() if runner is Runner.PYTORCH}
+        division = cheapest(costs, readers, price) - already
+        before, after = (_total(costs, readers, there, price) for there in (already, already | division))
+        if before - after < LEAST_GAIN * before:
+            return assignment
+        runner = assignment.runner | dict.fromkeys(division, Runner.PYTORCH)
+        refusals = {node: _refusal(measured.get(node)) for node in division}
+        return replace(assignment, runner=runner, refusals=assignment.refusals | refusals)
+
+    def _large(self, assignment: Assignment) -> list[fx.Node]:
+        ours = [node for node, runner in assignment.runner.items() if runner is Runner.ORT]
+        return [node for node in ours if node not in assignment.free and _is_single(node) and amount_of(node) >= LARGE]
+
+    def _estimate(self, node: fx.Node) -> Yardstick | None:
+        found = self.machine.yardstick(node.target)
+        return found.of(node) if found else None
+
+    def _costs(
+        self, assignment: Assignment, large: Iterable[fx.Node], measured: Mapping[fx.Node, Yardstick]
+    ) -> Mapping[fx.Node, Costs]:
+        """What each node takes on either side."""
+        nodes = [(node, runner) for node, runner in assignment.runner.items() if node not in assignment.free]
+        costs = {node: Costs(0.0, 0.0) if runner is Runner.ORT else Costs(math.inf, 0.0) for node, runner in nodes}
+        costs |= {node: Costs(0.0, self._reluctance(node)) for node in large}
+        equal = {node: found.ort for node, found in measured.items() if not _differ(found)}
+        costs |= {node: Costs(found.ort, equal.get(node, found.pytorch)) for node, found in measured.items()}
+        return costs
+
+    def _reluctance(self, node: fx.Node) -> float:
+        """By how much moving a node must pay that was not measured: by what may be wrong about taking it for equal."""
+        like = self.machine.yardstick(aten.mm.default if flops(node) else aten.add.Tensor)
+        return ABOUT * like.of(node).ort if like else 0.0
+
+
+def is_faster(found: Yardstick) -> bool:
+    """Whether PyTorch is, beyond doubt."""
+    return _differ(found) and found.pytorch < found.ort
+
+
+def _differ(found: Yardstick) -> bool:
+    return abs(found.ort - found.pytorch) > ABOUT * max(found.ort, found.pytorch)
+
+
+def _is_single(node: fx.Node) -> bool:
+    """Whether a node works in single precision, as the yardsticks do."""
+    tensors = fakes_in(node.meta["val"])
+    return bool(tensors) and tensors[0].dtype == torch.float32
+
+
+def _total(
+    costs: Mapping[fx.Node, Costs], readers: Mapping[fx.Node, set[fx.Node]], pytorch: set[fx.Node], price: float
+) -> float:
+    """What a graph takes when PyTorch runs these nodes."""
+    running = sum(cost.pytorch if node in pytorch else cost.ort for node, cost in costs.items())
+    handed = sum(any((other in pytorch) != (node in pytorch) for other in others) for node, others in readers.items())
+    return running + price * handed
+
+
+def _refusal(found: Yardstick | None) -> Refusal:
+    if found is None or not is_faster(found):
+        return Refusal(Reason.SMALL, "what is next to it runs in PyTorch")
+    return Refusal(Reason.SLOWER, f"about {_ms(found.pytorch)} in PyTorch, {_ms(found.ort)} in ONNX Runtime")
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2g} ms"

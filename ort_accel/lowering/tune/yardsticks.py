@@ -1,0 +1,193 @@
+"""How fast a machine's PyTorch and ONNX Runtime are at what most of a step's time goes to, measured once.
+
+Which of the two is faster differs from processor to processor: on an AMD EPYC (Zen 4) both multiply matrices equally
+fast, on an Intel Xeon with AMX PyTorch's MKL takes three quarters of the time. So one call of each operator is timed on
+either side, when the first graph needs to know, and holds for all sizes of it in this process.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import starmap
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ort_accel.lowering.flops import flops
+from ort_accel.lowering.nodes import fakes_in
+from ort_accel.lowering.sizes import hinted_elements
+from ort_accel.lowering.tune import crossing
+from ort_accel.lowering.tune.kinds import kind_of
+from ort_accel.lowering.tune.unnoticed import unnoticed
+from ort_accel.reporting import Runner
+from ort_accel.runtime.session import SessionSettings
+from ort_accel.runtime.sessions import Sessions
+from ort_accel.runtime.tuning import Stopwatch
+
+aten = torch.ops.aten
+
+Calls = list[tuple[Any, ...]]
+
+ROWS, WIDTH = 1024, 512
+
+TURNS = 7
+"""Calls on either side. Their median counts, and that of the ratios: a machine's speed may change from turn to turn."""
+
+MOMENT = 1e-6
+"""The least that a call takes, in seconds."""
+
+
+def _rows(*shape: int) -> Tensor:
+    return torch.empty(shape or (ROWS, WIDTH)).uniform_(-0.1, 0.1)
+
+
+def _products() -> Calls:
+    """As in a layer and in its backward: how fast a product is depends on how its operands lie in memory."""
+    return [
+        (_rows(1024, 384), _rows(768, 384).t()),
+        (_rows(1024, 768), _rows(768, 384)),
+        (_rows(1024, 768).t(), _rows(1024, 384)),
+    ]
+
+
+def _grouped_products() -> Calls:
+    return [
+        (_rows(32, 128, 64), _rows(32, 128, 64).mT),
+        (_rows(32, 128, 128), _rows(32, 128, 64)),
+        (_rows(32, 128, 128).mT, _rows(32, 128, 64)),
+    ]
+
+
+def _norm() -> Calls:
+    return [(_rows(), [WIDTH], _rows(WIDTH), _rows(WIDTH), 1e-5)]
+
+
+def _norm_backward() -> Calls:
+    mean, deviation = torch.zeros(ROWS, 1), torch.ones(ROWS, 1)
+    return [(_rows(), _rows(), [WIDTH], mean, deviation, _rows(WIDTH), _rows(WIDTH), [True, True, True])]
+
+
+CALLS: dict[Any, Callable[[], Calls]] = {
+    aten.mm.default: _products,
+    aten.bmm.default: _grouped_products,
+    aten.add.Tensor: lambda: [(_rows(), _rows())],
+    aten.mul.Tensor: lambda: [(_rows(), _rows())],
+    aten.sum.dim_IntList: lambda: [(_rows(), [0], True)],
+    aten.gelu.default: lambda: [(_rows(),)],
+    aten.gelu_backward.default: lambda: [(_rows(), _rows())],
+    aten.silu.default: lambda: [(_rows(),)],
+    aten.silu_backward.default: lambda: [(_rows(), _rows())],
+    aten.native_layer_norm.default: _norm,
+    aten.native_layer_norm_backward.default: _norm_backward,
+    aten._softmax.default: lambda: [(_rows(), -1, False)],
+    aten._softmax_backward_data.default: lambda: [(_rows(), _rows(), -1, torch.float32)],
+}
+"""Calls of each operator, in single precision, large enough for all threads."""
+
+LIKE = {aten.addmm.default: aten.mm.default}
+"""Operators that take as long as others."""
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What calls took on either side, in seconds, without what it takes to begin."""
+
+    ort: float
+    pytorch: float
+    amount: int
+    """How much they computed."""
+
+    def of(self, node: fx.Node) -> Yardstick:
+        """What a node takes by this measure."""
+        share = amount_of(node) / self.amount
+        return Yardstick(self.ort * share, self.pytorch * share, amount_of(node))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is known of this process's machine, with one number of threads."""
+
+    settings: SessionSettings
+    opset: int
+
+    @property
+    def price(self) -> float:
+        """Seconds for handing a tensor over to the other side."""
+        return _handover(self).price
+
+    def yardstick(self, target: Any) -> Yardstick | None:
+        """The measure for an operator; None if it has none, or cannot be run here."""
+        return _measured(self, LIKE.get(target, target)) if has_yardstick(target) else None
+
+
+def has_yardstick(target: Any) -> bool:
+    """Whether an operator is one of those that are timed."""
+    return LIKE.get(target, target) in CALLS
+
+
+def amount_of(node: fx.Node) -> int:
+    """What a node's time grows with: operations of a product, or elements of the largest tensor."""
+    given = [argument.meta.get("val") for argument in node.all_input_nodes]
+    tensors = [tensor for value in (node.meta["val"], *given) for tensor in fakes_in(value)]
+    return flops(node) or max(map(hinted_elements, tensors))
+
+
+@cache
+def _handover(machine: Machine) -> crossing.Handover:
+    with unnoticed(machine.settings.place):
+        runs = crossing.runs(machine.opset, Sessions(machine.settings))
+        seconds = Stopwatch().race(crossing.SUBJECT, runs, in_a_row=3)
+    assert seconds is not None
+    return crossing.handover(seconds)
+
+
+@cache
+def _measured(machine: Machine, target: Any) -> Yardstick | None:
+    with unnoticed(machine.settings.place):
+        try:
+            timed = [_timed(machine, *_called(target, arguments)) for arguments in CALLS[target]()]
+        except Exception:  # there is no kernel for it: who runs it is no question of speed
+            return None
+    return Yardstick(sum(one.ort for one in timed), sum(one.pytorch for one in timed), sum(one.amount for one in timed))
+
+
+def _timed(machine: Machine, module: fx.GraphModule, node: fx.Node) -> Yardstick:
+    kind, handover = kind_of(node, free=set()), _handover(machine)
+    kind.nodes.append(node)
+    runs = kind.runs(module, machine.opset, Sessions(machine.settings), {})
+    turns = [[_second(runs[side.value]) for side in (Runner.ORT, Runner.PYTORCH)] for _ in range(TURNS)]
+    net = [(max(MOMENT, ort - handover.ort), max(MOMENT, pytorch - handover.pytorch)) for ort, pytorch in turns]
+    pytorch = median(pytorch for _, pytorch in net)
+    return Yardstick(pytorch * median(ort / pytorch for ort, pytorch in net), pytorch, amount_of(node))
+
+
+def _second(run: Callable[[], object]) -> float:
+    """The seconds of a run that comes behind another one on the same side: changing hands has a price of its own."""
+    run()
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _called(target: Any, arguments: Sequence[Any]) -> tuple[fx.GraphModule, fx.Node]:
+    graph = fx.Graph()
+
+    def given(position: int, argument: Any) -> Any:
+        if not isinstance(argument, Tensor):
+            return argument
+        node = graph.placeholder(f"given_{position}")
+        node.meta["val"] = argument
+        return node
+
+    node = graph.call_function(target, tuple(starmap(given, enumerate(arguments))))
+    node.meta["val"] = results = target(*arguments)
+    if isinstance(results, tuple):
+        for number, result in enumerate(results):
+            graph.call_function(operator.getitem, (node, number)).meta["val"] = result
+    return fx.GraphModule({}, graph), node
