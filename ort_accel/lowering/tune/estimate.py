@@ -24,7 +24,10 @@ LEAST_GAIN = 0.05
 """The share of a graph's estimated time that has to be saved for anything to move."""
 
 LARGE = 1 << 16
-"""Elements of an operator for which a yardstick is worth its time."""
+"""Elements from which on an operator counts."""
+
+LARGE_PRODUCT = 1 << 25
+"""The same for a product, in floating point operations: the better kernel saves some 0.05 ms of it."""
 
 aten = torch.ops.aten
 
@@ -41,9 +44,10 @@ class Estimator:
 
     def divided(self, assignment: Assignment) -> Assignment:
         """The assignment that costs least; the given one unless that saves enough."""
-        large = self._large(assignment)
+        ours = [node for node, runner in assignment.runner.items() if runner is Runner.ORT]
+        large = [node for node in ours if node not in assignment.free and _is_large(node)]
         measured = {node: found for node in large if (found := self._estimate(node))}
-        if not any(is_faster(found) for found in measured.values()):
+        if not any(map(is_faster, measured.values())) and not any(map(_is_half, large)):
             return assignment
         costs = self._costs(assignment, large, measured)
         readers = readers_of(costs, assignment.free)
@@ -57,12 +61,8 @@ class Estimator:
         refusals = {node: _refusal(measured.get(node)) for node in division}
         return replace(assignment, runner=runner, refusals=assignment.refusals | refusals)
 
-    def _large(self, assignment: Assignment) -> list[fx.Node]:
-        ours = [node for node, runner in assignment.runner.items() if runner is Runner.ORT]
-        return [node for node in ours if node not in assignment.free and _is_single(node) and amount_of(node) >= LARGE]
-
     def _estimate(self, node: fx.Node) -> Yardstick | None:
-        found = self.machine.yardstick(node.target)
+        found = self.machine.yardstick(node.target) if _is_single(node) else None
         return found.of(node) if found else None
 
     def _costs(
@@ -77,7 +77,10 @@ class Estimator:
         return costs
 
     def _reluctance(self, node: fx.Node) -> float:
-        """By how much moving a node must pay that was not measured: by what may be wrong about taking it for equal."""
+        """By how much moving a node must pay that was not measured: by what may be wrong about taking it for equal.
+        In a 16-bit type it need not: for the CPU ONNX Runtime has few kernels of those, and computes between casts."""
+        if _is_half(node):
+            return 0.0
         like = self.machine.yardstick(aten.mm.default if flops(node) else aten.add.Tensor)
         return ABOUT * like.of(node).ort if like else 0.0
 
@@ -95,6 +98,16 @@ def _is_single(node: fx.Node) -> bool:
     """Whether a node works in single precision, as the yardsticks do."""
     tensors = fakes_in(node.meta["val"])
     return bool(tensors) and tensors[0].dtype == torch.float32
+
+
+def _is_half(node: fx.Node) -> bool:
+    """Whether a node reads or makes 16-bit numbers."""
+    values = [node.meta["val"], *(argument.meta.get("val") for argument in node.all_input_nodes)]
+    return any(tensor.dtype in (torch.float16, torch.bfloat16) for value in values for tensor in fakes_in(value))
+
+
+def _is_large(node: fx.Node) -> bool:
+    return bool(fakes_in(node.meta["val"])) and amount_of(node) >= (LARGE_PRODUCT if flops(node) else LARGE)
 
 
 def _total(

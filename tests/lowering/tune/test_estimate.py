@@ -143,3 +143,14 @@ def test_a_deterministic_run_measures_nothing():
     _, ours = pair(nn.Linear(4, 4), {"engine": {"deterministic": True}})
     ours(torch.randn(2, 4))
     assert "another machine" in ort_accel.report(ours).features["compute.placement"].effect
+
+
+def test_what_stands_between_16_bit_products_goes_to_pytorch_with_them():
+    halves = [item.bfloat16() for item in LARGE]
+
+    def between(x, y):
+        return (x.mm(y).float() + 1).bfloat16().mm(y)
+
+    lowered = Lowered(between, *halves, price=0.1e-3)
+    assert {item.runner for item in lowered.report.segments} == {Runner.PYTORCH}
+    assert lowered.in_pytorch(Reason.SMALL) >= {"_to_copy"}
