@@ -36,7 +36,7 @@ class Handover:
 def runs(opset: int, sessions: Sessions) -> Runs:
     """What has to be timed."""
     device = sessions.settings.place.device
-    numbers, number = torch.ones(LARGE, device=device), torch.ones(1, device=device)
+    numbers, number = (torch.ones(size, dtype=torch.float32, device=device) for size in (LARGE, 1))
     session, nothing = _session(opset, sessions, number), _pytorch()
 
     def both() -> None:

@@ -49,9 +49,10 @@ class Estimator:
         measured = {node: found for node in large if (found := self._estimate(node))}
         if not any(map(is_faster, measured.values())) and not any(map(_is_half, large)):
             return assignment
+        if (price := self.machine.price) is None:
+            return assignment
         costs = self._costs(assignment, large, measured)
         readers = readers_of(costs, assignment.free)
-        price = self.machine.price
         already = {node for node, runner in assignment.runner.items() if runner is Runner.PYTORCH}
         division = cheapest(costs, readers, price) - already
         before, after = (_total(costs, readers, there, price) for there in (already, already | division))

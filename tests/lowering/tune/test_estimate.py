@@ -29,7 +29,7 @@ class Known(Machine):
     """A machine whose yardsticks are given: milliseconds on either side for 2 ** 20 elements, or operations."""
 
     figures: dict = field(default_factory=dict, hash=False)
-    price: float = 1e-6
+    price: float | None = 1e-6
 
     def yardstick(self, target):
         figures = self.figures.get(str(target).split(".")[1])
@@ -115,6 +115,22 @@ def test_measuring_draws_no_random_numbers():
     before = torch.get_rng_state()
     Machine(SessionSettings(threads=1, log_severity=4), OPSET - 1).yardstick(aten.add.Tensor)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_it_does_not_matter_what_new_tensors_are_by_default():
+    machine = Machine(SessionSettings(threads=1, log_severity=2), OPSET - 2)
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"), torch.inference_mode():
+            found = machine.yardstick(aten.mul.Tensor)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert machine.price > 0
+    assert 0 < found.pytorch < 1
+
+
+def test_where_nothing_can_be_measured_nothing_moves():
+    assert Lowered(layers, *LARGE, price=None, gelu=(4.0, 1.0)).report.fallbacks == []
 
 
 def test_products_with_a_bias_take_as_long_as_those_without():
