@@ -70,7 +70,7 @@ class Engine(Section):
 
     deterministic: Switch = "auto"
     """Whether two runs with the same seed give the same bits. `auto` follows
-    `torch.are_deterministic_algorithms_enabled()`; `true` may cost speed on cuda."""
+    `torch.are_deterministic_algorithms_enabled()`; `true` may cost speed: nothing is decided by measuring."""
 
     custom_autograd: bool = True
     """Run `torch.autograd.Function`s inside the model with the backward that they define. `false` refuses a model that
