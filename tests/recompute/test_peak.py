@@ -68,19 +68,22 @@ def test_a_level_leaves_nothing_unused_in_the_pool_behind_the_backward():
     assert held - in_use() < 2**16
 
 
-def test_large_blocks_go_back_at_once_under_a_budget():
-    if not return_large_blocks():
-        pytest.skip("this C library cannot be told")
+def give_back(results):
+    """Whether large blocks can be given back at once, and by how much freeing some makes the process smaller."""
+    can = return_large_blocks()
     blocks = [torch.ones(2**20) for _ in range(8)]
     last, before = torch.ones(2**10), resident()
     del blocks
-    assert before - resident() > 0.9 * 8 * 2**22
-    assert last.sum() == 2**10
+    results.put((can, before - resident(), float(last.sum())))
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_only_a_step_that_saves_memory_writes_gradients_into_pytorchs_memory(level):
-    model = accelerated("bert", {"level": level})
-    step(model, **model_and_batch("bert", 2)[1])
-    owners = {parameter.grad.untyped_storage().resizable() for parameter in model.parameters()}
-    assert owners == ({True} if level else {True, False}), "what ONNX Runtime lends cannot be resized"
+def test_large_blocks_go_back_at_once_under_a_budget():
+    results = START.Queue()
+    process = START.Process(target=give_back, args=(results,))  # where no free memory of other tests lies between
+    process.start()
+    can, freed, total = results.get(timeout=900)
+    process.join()
+    if not can:
+        pytest.skip("this C library cannot be told")
+    assert freed > 0.9 * 8 * 2**22
+    assert total == 2**10

@@ -25,6 +25,7 @@ from ort_accel.lowering.tune import crossing
 from ort_accel.lowering.tune.kinds import kind_of
 from ort_accel.lowering.tune.unnoticed import unnoticed
 from ort_accel.reporting import Runner
+from ort_accel.runtime.pool import release_unused
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.tuning import Stopwatch
@@ -154,6 +155,8 @@ def _measured(machine: Machine, target: Any) -> Yardstick | None:
             timed = [_timed(machine, handover, *_called(target, arguments)) for arguments in CALLS[target]()]
         except Exception:  # there is no kernel for it: who runs it is no question of speed
             return None
+        finally:
+            release_unused()  # the pool holds what the largest call took
     return Yardstick(sum(one.ort for one in timed), sum(one.pytorch for one in timed), sum(one.amount for one in timed))
 
 
