@@ -66,11 +66,16 @@ def opset(config: Config, runtime: Flavor) -> int:
     return wish
 
 
+def divides_alike(config: Config, settings: SessionSettings) -> bool:
+    """Whether graphs must be divided without measuring: for equal bits in each run, or of what is computed again."""
+    return config.compute.placement != "auto" or settings.deterministic or config.memory.saves
+
+
 def estimator(config: Config, runtime: Flavor, settings: SessionSettings) -> Estimator | None:
-    """What estimates who is faster, where that is asked for. What is measured differs from run to run."""
-    if config.compute.placement != "auto" or settings.deterministic or settings.place.is_cuda:
+    """What estimates who is faster, where nothing speaks against it and nothing else decides."""
+    if divides_alike(config, settings) or settings.place.is_cuda or config.compute.tuning.enabled:
         return None
-    return None if config.compute.tuning.enabled else Estimator(Machine(settings, opset(config, runtime)))
+    return Estimator(Machine(settings, opset(config, runtime)))
 
 
 def tuner(config: Config, runtime: Flavor, sessions: Sessions, report: Report) -> Tuner | None:

@@ -9,7 +9,7 @@ from operator import attrgetter
 import torch
 
 import ort_accel
-from ort_accel.capture.choice import opset
+from ort_accel.capture.choice import divides_alike, opset
 from ort_accel.capture.cuda_features import NO_TRITON, record_cuda
 from ort_accel.config import Config
 from ort_accel.errors import ConfigError, Problem
@@ -217,7 +217,7 @@ def _record_placement(config: Config, settings: SessionSettings, report: Report)
     wish = config.compute.placement
     if wish == "onnxruntime" or settings.place.is_cuda:
         report.off("compute.placement", "ONNX Runtime runs all that it can")
-    elif wish == "fixed" or settings.deterministic or config.compute.tuning.enabled:
+    elif divides_alike(config, settings) or config.compute.tuning.enabled:
         report.applied("compute.placement", "PyTorch runs what figures of another machine say it runs faster")
     else:
         report.applied("compute.placement", "PyTorch runs what a timed call of each operator says it runs faster here")

@@ -30,8 +30,9 @@ def model_and_batch(name: str, rows: int = 2) -> tuple[nn.Module, Batch]:
 
 
 def accelerated(name: str, memory: dict[str, Any], **config: Any) -> nn.Module:
-    quiet = {"observe": {"log_level": "error"}}
-    return ort_accel.accelerate(copy.deepcopy(model_and_batch(name)[0]), quiet | config | {"memory": memory})
+    alike = {"observe": {"log_level": "error"}, "compute": {"placement": "fixed"}}
+    """Divided as models are that save memory, so that bits and bytes can be compared."""
+    return ort_accel.accelerate(copy.deepcopy(model_and_batch(name)[0]), alike | config | {"memory": memory})
 
 
 def one_step(name: str, memory: dict[str, Any], rows: int = 2, **config: Any) -> tuple[Trace, GraphMemory]:

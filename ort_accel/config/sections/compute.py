@@ -50,7 +50,8 @@ class Compute(Section):
     placement: Literal["auto", "fixed", "onnxruntime"] = "auto"
     """Who runs the operators that both can run (cpu only). `auto` times a call of the most frequent ones on either
     side, once in a process and in less than a second, and lets PyTorch run what it runs faster on this machine. `fixed`
-    follows figures of one machine, so that every run divides the work alike; `engine.deterministic` does so, too.
+    follows figures of one machine, so that every run divides the work alike; `engine.deterministic` and whatever in
+    `memory` saves memory do so, too.
     `onnxruntime` lets ONNX Runtime run all it can. `tuning` measures each graph on its real sizes instead."""
 
     fusions: Switch = "auto"

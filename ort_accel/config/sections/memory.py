@@ -48,3 +48,8 @@ class Memory(Section):
     def frugal(self) -> bool:
         """Whether less memory is worth a little time."""
         return self.budget is not None or self.level in (1, 2)
+
+    @property
+    def saves(self) -> bool:
+        """Whether anything is asked for that saves memory."""
+        return self.frugal or bool(self.plans) or self.plan_file is not None or self.early_gradient_release

@@ -155,8 +155,13 @@ def test_steps_equal_eagers_wherever_they_run(placement):
     assert report.features["compute.placement"].state == ("off" if placement == "onnxruntime" else "applied")
 
 
-def test_a_deterministic_run_measures_nothing():
-    _, ours = pair(nn.Linear(4, 4), {"engine": {"deterministic": True}})
+@pytest.mark.parametrize(
+    "wish",
+    [{"engine": {"deterministic": True}}, {"memory": {"level": 1}}, {"memory": {"early_gradient_release": True}}],
+    ids=str,
+)
+def test_where_bits_must_not_differ_nothing_is_measured(wish):
+    _, ours = pair(nn.Linear(4, 4), wish)
     ours(torch.randn(2, 4))
     assert "another machine" in ort_accel.report(ours).features["compute.placement"].effect
 
