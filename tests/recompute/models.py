@@ -16,7 +16,7 @@ from tests.against_eager import Trace, step
 
 NAMES = ("bert", "gpt2", "llama", "t5")
 
-ALL_ROWS = {"density": {"labels": False, "padding": False}, "compute": {"upstream": False}}
+ALL_ROWS = {"density": {"labels": False, "padding": False}, "compute": {"upstream": False, "placement": "fixed"}}
 """Settings with which BERT computes rows that its classifier does not read; the others compute all rows anyway."""
 
 
