@@ -87,3 +87,11 @@ def test_large_blocks_go_back_at_once_under_a_budget():
         pytest.skip("this C library cannot be told")
     assert freed > 0.9 * 8 * 2**22
     assert total == 2**10
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_only_a_step_that_saves_memory_writes_gradients_into_pytorchs_memory(level):
+    model = accelerated("bert", {"level": level})
+    step(model, **model_and_batch("bert", 2)[1])
+    owners = {parameter.grad.untyped_storage().resizable() for parameter in model.parameters()}
+    assert owners == ({True} if level else {True, False}), "what ONNX Runtime lends cannot be resized"
