@@ -12,7 +12,9 @@ from torch import fx
 from ort_accel.lowering.assign import Refusal
 from ort_accel.lowering.flops import flops
 from ort_accel.lowering.nodes import fakes_in
+from ort_accel.lowering.onnx_graph import HALVES
 from ort_accel.lowering.segments import Assignment, readers_of
+from ort_accel.lowering.slower import WORTH_A_CROSSING
 from ort_accel.lowering.tune.cheapest import Costs, cheapest
 from ort_accel.lowering.tune.yardsticks import Machine, Yardstick, amount_of, has_yardstick
 from ort_accel.reporting import Reason, Runner
@@ -23,11 +25,8 @@ ABOUT = 0.1
 LEAST_GAIN = 0.05
 """The share of a graph's estimated time that has to be saved for anything to move."""
 
-LARGE = 1 << 16
-"""Elements from which on an operator counts."""
-
 LARGE_PRODUCT = 1 << 25
-"""The same for a product, in floating point operations: the better kernel saves some 0.05 ms of it."""
+"""Floating point operations of a product from which on the better kernel saves about what handing over costs."""
 
 aten = torch.ops.aten
 
@@ -47,7 +46,7 @@ class Estimator:
         ours = [node for node, runner in assignment.runner.items() if runner is Runner.ORT]
         large = [node for node in ours if node not in assignment.free and _is_large(node)]
         measured = {node: found for node in large if (found := self._estimate(node))}
-        if not any(map(is_faster, measured.values())) and not any(map(_is_half, large)):
+        if not any(map(_is_faster, measured.values())) and not any(map(_is_half, large)):
             return assignment
         if (price := self.machine.price) is None:
             return assignment
@@ -73,8 +72,8 @@ class Estimator:
         nodes = [(node, runner) for node, runner in assignment.runner.items() if node not in assignment.free]
         costs = {node: Costs(0.0, 0.0) if runner is Runner.ORT else Costs(math.inf, 0.0) for node, runner in nodes}
         costs |= {node: Costs(0.0, self._reluctance(node)) for node in large}
-        equal = {node: found.ort for node, found in measured.items() if not _differ(found)}
-        costs |= {node: Costs(found.ort, equal.get(node, found.pytorch)) for node, found in measured.items()}
+        for node, found in measured.items():
+            costs[node] = Costs(found.ort, found.pytorch if _differ(found) else found.ort)
         return costs
 
     def _reluctance(self, node: fx.Node) -> float:
@@ -86,7 +85,7 @@ class Estimator:
         return ABOUT * like.of(node).ort if like else 0.0
 
 
-def is_faster(found: Yardstick) -> bool:
+def _is_faster(found: Yardstick) -> bool:
     """Whether PyTorch is, beyond doubt."""
     return _differ(found) and found.pytorch < found.ort
 
@@ -104,11 +103,11 @@ def _is_single(node: fx.Node) -> bool:
 def _is_half(node: fx.Node) -> bool:
     """Whether a node reads or makes 16-bit numbers."""
     values = [node.meta["val"], *(argument.meta.get("val") for argument in node.all_input_nodes)]
-    return any(tensor.dtype in (torch.float16, torch.bfloat16) for value in values for tensor in fakes_in(value))
+    return any(tensor.dtype in HALVES for value in values for tensor in fakes_in(value))
 
 
 def _is_large(node: fx.Node) -> bool:
-    return bool(fakes_in(node.meta["val"])) and amount_of(node) >= (LARGE_PRODUCT if flops(node) else LARGE)
+    return bool(fakes_in(node.meta["val"])) and amount_of(node) >= (LARGE_PRODUCT if flops(node) else WORTH_A_CROSSING)
 
 
 def _total(
@@ -121,7 +120,7 @@ def _total(
 
 
 def _refusal(found: Yardstick | None) -> Refusal:
-    if found is None or not is_faster(found):
+    if found is None or not _is_faster(found):
         return Refusal(Reason.SMALL, "what is next to it runs in PyTorch")
     return Refusal(Reason.SLOWER, f"about {_ms(found.pytorch)} in PyTorch, {_ms(found.ort)} in ONNX Runtime")
 

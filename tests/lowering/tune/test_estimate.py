@@ -52,7 +52,7 @@ class Lowered:
 
 
 def layers(x, y):
-    """A norm and a product, four times."""
+    """A gelu and a product, four times."""
     for _ in range(4):
         x = torch.nn.functional.gelu(x).mm(y)
     return x
