@@ -18,6 +18,7 @@ from ort_accel.capture.choice import chosen_runtime, estimator, opset, session_s
 from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features, refuse_missing
 from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
+from ort_accel.capture.loss_only import Unread
 from ort_accel.capture.open_sizes import Foreseen
 from ort_accel.capture.placement import place_for
 from ort_accel.capture.randomness import split_dropout
@@ -41,7 +42,7 @@ from ort_accel.recompute.optimizer import Recompute
 from ort_accel.recompute.partition import Pair
 from ort_accel.recompute.timeline import Holding
 from ort_accel.reporting import Report
-from ort_accel.rewrite.pipeline import NothingToSkip, propose
+from ort_accel.rewrite.pipeline import NothingToSkip, Proposal, propose, unread_outputs
 from ort_accel.runtime.cache import ModelCache, ModelKeys
 from ort_accel.runtime.flavor import Flavor
 from ort_accel.runtime.host_memory import host_memory
@@ -64,12 +65,14 @@ class Backend:
         device: torch.device = CPU.device,
         parameters_stay: bool = True,
         zero3: bool = False,
+        is_asked_anew: bool = True,
     ) -> None:
         """`device` is the model's. `parameters_stay` says that the memory of parameters is in place from step to step,
-        and may be held; `zero3`, that ZeRO stage 3 is what moves it."""
+        and may be held; `zero3`, that ZeRO stage 3 is what moves it; `is_asked_anew`, that every call may be compiled
+        for another mode than the last."""
         refuse_missing(config)
         self.config, self.report = config, report
-        self._parameters_stay = parameters_stay
+        self._parameters_stay, self._is_asked_anew = parameters_stay, is_asked_anew
         runtime = chosen_runtime(config)
         self.place = place_for(config, runtime, device)
         settings = session_settings(config, self.place)
@@ -115,37 +118,49 @@ class Backend:
         refuse_moved(inputs, self.place)
         self._is_broken |= breaks_off(module)
         with self.report.timed("capture"), attention_as(self.config.compute.attention):
-            if self.skipping.wants_any and TracingContext.try_get() is not None:  # Dynamo knows what the sizes are
+            may_leave_out = self.skipping.wants_any or self._leaves_unread
+            if may_leave_out and TracingContext.try_get() is not None:  # Dynamo knows what the sizes are
                 return self._for_rows(module, inputs)
             return self._compile(module, inputs)
 
+    @property
+    def _leaves_unread(self) -> bool:
+        """Whether the next graph leaves out what nobody is known to read beside a loss."""
+        return self.skipping.loss_only and not self._is_broken and torch.is_grad_enabled()
+
     def _for_rows(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The graph for the rows that count, or the whole one where there is no gain."""
-        policy = self.skipping
-        tracer = Tracer(inputs)
+        """The graph for the rows that count, or the whole one where there is no gain; neither makes what is unread."""
+        policy, tracer, unread = self.skipping, Tracer(inputs), Unread()
+        found: Smaller | None = None
         try:
-            found = self._smaller(module, inputs, tracer)
+            traced = _traced(module, tracer)
+            if self._leaves_unread:
+                unread = Unread(traced, unread_outputs(traced, inputs))
+            found = self._smaller(module, inputs, tracer, propose(traced, inputs, policy.wishes, unread.positions))
         except OrtAccelError:
             raise
         except Exception as error:  # a model that cannot be analysed runs whole, and the report says why
-            tracer.conditions()
             policy.refused(error)
-            return self._compile(module, inputs)
-        if found.smaller is None:
-            return Skipping(found.proposal, policy, self._compile(module, inputs), module)
-        policy.unread(len(found.proposal.unread))
-        compiled = self._compile(found.smaller, [*inputs, *found.tables])
-        return Skipping(found.proposal, policy, compiled, module, tracer.conditions())
+        if found is not None and found.smaller is not None:
+            run = self._compile(found.smaller, [*inputs, *found.tables])
+            return Skipping(found.proposal, policy, self._with(unread, run, module), module, tracer.conditions())
+        tracer.conditions()
+        if not self._is_asked_anew and self.config.compute.loss_only is not True:
+            unread = Unread()
+        with unread.left_out_of(module):
+            run = self._compile(module, inputs)
+        run = self._with(unread, run, module)
+        return run if found is None else Skipping(found.proposal, policy, run, module)
 
-    def _smaller(self, module: fx.GraphModule, inputs: Sequence[Any], tracer: Tracer) -> Smaller:
+    def _with(self, unread: Unread, run: Callable[..., Any], module: fx.GraphModule) -> Callable[..., Any]:
+        if unread.positions:
+            self.skipping.leaves_unread()
+        return unread.stood_in_for(run, module, self.skipping.was_read)
+
+    def _smaller(self, module: fx.GraphModule, inputs: Sequence[Any], tracer: Tracer, proposal: Proposal) -> Smaller:
         """What can be left out of a graph, and the smaller graph where that is worth it."""
-        policy = self.skipping
-        if own_backwards(module):
-            raise NothingToSkip("a part of the model has a backward of its own, or is checkpointed")
-        loss_only = policy.loss_only and not self._is_broken
-        proposal = propose(tracer.trace(module), inputs, policy.wishes, loss_only=loss_only)
         batch = proposal.front(hints(inputs))
-        if not policy.wants_compact(proposal, batch):
+        if not self.skipping.wants_compact(proposal, batch):
             return Smaller(proposal)
         tables = tables_of(batch) if batch.fits else proposal.front.example(hints(inputs))
         if not tables:
@@ -252,6 +267,12 @@ class Backend:
         return divide
 
 
+def _traced(module: fx.GraphModule, tracer: Tracer) -> fx.GraphModule:
+    if own_backwards(module):
+        raise NothingToSkip("a part of the model has a backward of its own, or is checkpointed")
+    return tracer.trace(module)
+
+
 def _lasting_inputs(module: fx.GraphModule) -> list[str]:
     """Parameters and buffers among the inputs: their memory stays in place from step to step."""
     context = TracingContext.try_get()
@@ -283,7 +304,7 @@ def registered(config: Config, device: torch.device = CPU.device) -> Backend:
     """The one backend of `torch.compile` with this configuration on a device; its report covers all such models."""
     key = (config.to_yaml(), device)
     if key not in _REGISTERED:
-        _REGISTERED[key] = Backend(config, Report(), device)
+        _REGISTERED[key] = Backend(config, Report(), device, is_asked_anew=False)
     return _REGISTERED[key]
 
 

@@ -10,19 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ort_accel.capture.eager_again import EagerAgain
 from ort_accel.config import Config
 from ort_accel.config.values import Switch
 from ort_accel.errors import OrtAccelError
-from ort_accel.lowering.nodes import returned
-from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
 from ort_accel.reporting import Report
 from ort_accel.rewrite.demand import Wishes
 from ort_accel.rewrite.front import Batch
-from ort_accel.rewrite.gradients import has_gradient
-from ort_accel.rewrite.passages import value_of
 from ort_accel.rewrite.pipeline import NothingToSkip, Proposal, kinds_of
-from ort_accel.runtime.unread import UnreadTensor
 
 LOG = logging.getLogger("ort_accel")
 
@@ -60,6 +54,7 @@ class SkippingPolicy:
     _batches: int = 0
     loss_only: bool = field(init=False)
     """Whether nobody is known to read what a training step gives beside its loss."""
+    _was_read: bool = False
     _seen: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -78,8 +73,9 @@ class SkippingPolicy:
 
     @property
     def mode(self) -> Mode | None:
-        """What to compile, or run, next; None before the first batch."""
-        return None if self._compact is None else Mode(self._compact, self.loss_only)
+        """What to compile, or run, next; None before the first batch decides, and where there is nothing to decide."""
+        is_open = self._compact is None and not self._was_read
+        return None if is_open else Mode(bool(self._compact), self.loss_only)
 
     def wants_compact(self, proposal: Proposal, batch: Batch) -> bool:
         """Whether to compile the smaller graph now; the first batch decides where none has been seen."""
@@ -139,7 +135,7 @@ class SkippingPolicy:
             )
         if self.loss_only:
             LOG.info("the script reads the model's logits in training: they are computed from the next step on")
-        self.loss_only = False
+        self.loss_only, self._was_read = False, True
         self.report.refused("compute.loss_only", "the script reads the logits in training")
 
     def refused(self, error: Exception) -> None:
@@ -163,10 +159,9 @@ class SkippingPolicy:
         wanted = self._wanted() if torch.is_grad_enabled() else []
         return [feature for feature, wish in wanted if wish is True and feature.startswith("density")]
 
-    def unread(self, count: int) -> None:
-        """So many outputs are not computed unless they are read."""
-        if self.loss_only and count:
-            self.report.applied("compute.loss_only", "logits are computed only if the script reads them")
+    def leaves_unread(self) -> None:
+        """Outputs are not computed unless they are read."""
+        self.report.applied("compute.loss_only", "logits are computed only if the script reads them")
 
 
 def _impossible(feature: str, why: str) -> str:
@@ -197,7 +192,6 @@ class Skipping:
         `holds`, which tells of inputs and tables whether they are such as the graph was compiled for."""
         self._proposal, self._policy, self._run = proposal, policy, run
         self._module, self._holds, self._calls = module, holds, 0
-        self._forms = _Forms(proposal) if holds and proposal.unread else None
 
     def __call__(self, *inputs: Any) -> Any:
         if self._holds is None:
@@ -211,35 +205,7 @@ class Skipping:
         self._policy.ran(self._proposal, batch, compact=is_possible)
         if not is_possible:  # what eager mode gives depends on rows that the smaller graph leaves out
             return self._module(*inputs)
-        if self._forms is None:
-            return self._run(*inputs, *batch.tables)
-        again = EagerAgain(self._module, inputs, self._policy.was_read)
-        return self._forms.fill(list(self._run(*inputs, *batch.tables)), inputs, again)
-
-
-class _Forms:
-    """The sizes and types of the outputs that are not computed."""
-
-    def __init__(self, proposal: Proposal) -> None:
-        graph = proposal.traced.graph
-        self._symbols = SymbolSource()
-        for position, node in enumerate(graph.find_nodes(op="placeholder")):
-            self._symbols.learn(position, node.meta.get("val"))
-        outputs = returned(graph)
-        unread = [(position, outputs[position]) for position in sorted(proposal.unread)]
-        self._unread = [
-            (position, node, SizeFunction(map(expression, value_of(node).shape))) for position, node in unread
-        ]
-
-    def fill(self, results: list[Any], inputs: Sequence[Any], again: EagerAgain) -> list[Any]:
-        """The outputs with a stand-in for each that was not computed."""
-        symbols: dict[str, int] = {}
-        self._symbols.read(list(inputs), symbols)
-        for position, node, size in self._unread:
-            fake, gradient = value_of(node), has_gradient(node) and torch.is_grad_enabled()
-            make = again.output(position)
-            results[position] = UnreadTensor(size(symbols), fake.dtype, fake.device, make, requires_grad=gradient)
-        return results
+        return self._run(*inputs, *batch.tables)
 
 
 def hints(inputs: Sequence[Any]) -> list[Any]:

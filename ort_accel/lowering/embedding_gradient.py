@@ -21,7 +21,7 @@ def embedding_gradient(grad: Tensor, indices: Tensor, count: int, padding: int, 
     is_large = count * width * grad.itemsize >= LARGE
     if not is_large or by_frequency or not grad.is_cpu or grad.dtype != torch.float32 or not grad.numel():
         return aten.embedding_dense_backward.default(grad, indices, count, padding, by_frequency)  # type: ignore[no-any-return]
-    whole = pooled_zeros(count, width)
+    whole = pooled_zeros((count, width))
     rows, numbers = torch.unique(indices.reshape(-1), return_inverse=True)
     whole[rows] = aten.embedding_dense_backward.default(grad.reshape(-1, width), numbers, len(rows), -1, False)
     if 0 <= padding < count:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ort_accel.lowering.sizes import expression, hint
@@ -14,14 +16,22 @@ def order_in_memory(fake: torch.Tensor) -> Order | None:
     strides = fake.stride()
     order = sorted(range(fake.ndim), key=lambda dim: (-hint(strides[dim]), dim))
     moving = [dim for dim in order if expression(fake.shape[dim]) != 1]
-    if moving == sorted(moving):
-        return None
+    return tuple(order) if moving != sorted(moving) and _is_dense(fake, moving) else None
+
+
+def is_plain(fake: torch.Tensor) -> bool:
+    """Whether a tensor lies in memory as its dimensions say, without gaps."""
+    return _is_dense(fake, [dim for dim in range(fake.ndim) if expression(fake.shape[dim]) != 1])
+
+
+def _is_dense(fake: torch.Tensor, moving: Sequence[int]) -> bool:
+    """Whether nothing lies between the elements, if these are the dimensions from the outermost to the innermost."""
     expected: int | torch.SymInt = 1
     for dim in reversed(moving):
-        if expression(strides[dim]) != expression(expected):
-            return None
+        if expression(fake.stride(dim)) != expression(expected):
+            return False
         expected = expected * fake.shape[dim]
-    return tuple(order)
+    return True
 
 
 def reverse(order: Order) -> Order:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import fx
 
 from ort_accel.lowering.embedding_gradient import embedding_gradient
 from ort_accel.lowering.nodes import is_size
+from ort_accel.lowering.pooled_results import in_pool, is_for_pool
 from ort_accel.lowering.segments import Body
 from ort_accel.lowering.sizes import SizeFunction, expression
 
@@ -30,16 +32,21 @@ class PyTorchSegment:
         """`pooled` says that large results may be in ONNX Runtime's memory."""
         self.inputs = [node for node in body.inputs if not is_size(node)]
         sizes = [node for node in body.inputs if is_size(node)]
-        self._size_values = SizeFunction(expression(node.meta["val"]) for node in sizes)
+        pool = [node for node in body.nodes if pooled and is_for_pool(node)]
+        results = [size for node in pool for size in node.meta["val"].shape]
+        self._size_values = SizeFunction(map(expression, [*(node.meta["val"] for node in sizes), *results]))
         replacements = TOLERANT | POOLED if pooled else TOLERANT
         graph = fx.Graph()
         given = graph.placeholder("given")
-        needed = enumerate([*self.inputs, *sizes])
-        copies = {node: graph.call_function(operator.getitem, (given, position)) for position, node in needed}
+        takes = (graph.call_function(operator.getitem, (given, position)) for position in count())
+        copies = dict(zip([*self.inputs, *sizes], takes, strict=False))
+        shapes = {node: tuple(islice(takes, node.meta["val"].ndim)) for node in pool}
         graph.call_method("clear", (given,))
         for node in body.nodes:
             copy = graph.node_copy(node, copies.__getitem__)
             copy.target = replacements.get(copy.target, copy.target)
+            if node in shapes:
+                copy.target, copy.args = in_pool(node.target), (node.meta["val"].dtype, shapes[node], *copy.args)
             copies[node] = copy
         graph.output([copies[node] for node in wanted])
         self._module = fx.GraphModule(owner, graph)

@@ -42,11 +42,16 @@ def hinted_elements(tensor: torch.Tensor) -> int:
     return math.prod(map(hint, tensor.shape))
 
 
+def is_known(size: Size) -> bool:
+    """Whether a size follows from those of the inputs, and not from data."""
+    return isinstance(size, int) or bool(size.node.has_hint())
+
+
 def hint(size: Size) -> int:
     """A size as it was when the graph was captured; 1 where that is not known."""
     if isinstance(size, int):
         return size
-    return int(size.node.hint) if size.node.has_hint() else 1
+    return int(size.node.hint) if is_known(size) else 1
 
 
 class SizeFunction:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
 
 from ort_accel.lowering.flops import flops
-from ort_accel.lowering.nodes import is_view, returned
+from ort_accel.lowering.nodes import is_random, is_view, returned
 from ort_accel.rewrite.demand import Demands, Wishes, find_demands, writes_into_inputs
 from ort_accel.rewrite.front import Batch, Front
 from ort_accel.rewrite.gradients import has_gradient, mark_gradients
@@ -62,15 +62,23 @@ class Proposal:
         return packing.write(arguments[:inputs], arguments[inputs:])
 
 
-def propose(traced: fx.GraphModule, inputs: Sequence[Any], wishes: Wishes, *, loss_only: bool) -> Proposal:
-    """A smaller graph for this one; `NothingToSkip` says why there is none.
+def unread_outputs(traced: fx.GraphModule, inputs: Sequence[Any]) -> frozenset[int]:
+    """What a training step gives for each token beside its loss, as positions among the outputs of its graph.
 
-    With `loss_only`, what a training step gives for each token beside its loss is taken for unread.
+    None where the graph changes its inputs: if one of these is read after all, the graph runs once more. And none that
+    random numbers are drawn for, since later draws would be others.
     """
+    if writes_into_inputs(traced.graph):
+        return frozenset()
+    mark_gradients(traced.graph, inputs)
+    return _per_token(traced.graph)
+
+
+def propose(traced: fx.GraphModule, inputs: Sequence[Any], wishes: Wishes, unread: frozenset[int]) -> Proposal:
+    """A smaller graph for this one, without its unread outputs; `NothingToSkip` says why there is none."""
     if writes_into_inputs(traced.graph):
         raise NothingToSkip("the graph changes one of its inputs in place")
     mark_gradients(traced.graph, inputs)
-    unread = _per_token(traced.graph) if loss_only else frozenset[int]()
     demands = find_demands(traced.graph, set(unread), wishes)
     plan = make_plan(demands)
     work_of = _work(plan)
@@ -92,10 +100,23 @@ def _work(plan: Plan) -> dict[int, float]:
 
 def _per_token(graph: fx.Graph) -> frozenset[int]:
     """Outputs with a place for each token, of a graph that also returns a loss to be differentiated."""
-    outputs = returned(graph)
-    if not any(_rank(item) == 0 and has_gradient(item) for item in outputs):
+    outputs = dict(enumerate(returned(graph)))
+    if not any(_rank(item) == 0 and has_gradient(item) for item in outputs.values()):
         return frozenset()
-    return frozenset(position for position, item in enumerate(outputs) if _rank(item) > 2 and not _shows_an_input(item))
+    found = {at: item for at, item in outputs.items() if _rank(item) > 2 and not _shows_an_input(item)}
+    needed = _behind(item for at, item in outputs.items() if at not in found)
+    return frozenset(at for at, item in found.items() if not any(map(is_random, _behind([item]) - needed)))
+
+
+def _behind(values: Iterable[Any]) -> set[fx.Node]:
+    """Everything that these values are computed from, and they themselves."""
+    pending = [value for value in values if isinstance(value, fx.Node)]
+    found: set[fx.Node] = set()
+    while pending:
+        if (node := pending.pop()) not in found:
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found
 
 
 def _rank(item: Any) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy
 import torch
+from onnx import numpy_helper
 
 from ort_accel.runtime.imported import onnxruntime
 from ort_accel.runtime.kernels import Probe, Sample
@@ -15,8 +18,8 @@ from ort_accel.runtime.tensors import sizes_to_ort
 
 NOTHING = Probe("Identity", (Sample((1,)),), {}, ("float32",), "", 17)
 
-ZEROS = Probe("ConstantOfShape", (Sample((2,), "int64"),), {}, ("float32",), "", 17)
-"""Sizes that it knew, instead of being given, would make of the result a constant, which all runs share."""
+ITEM_TYPES = {2: "int16", 4: "float32", 8: "float64"}
+"""For an element of so many bytes, a type that ONNX Runtime fills memory with."""
 
 
 def release_unused() -> None:
@@ -36,11 +39,15 @@ def _shrinking() -> tuple[Any, Any]:
     return session, options
 
 
-def pooled_zeros(rows: int, width: int) -> torch.Tensor:
-    """Zeros in single precision, in memory that goes back to the pool when the tensor is gone."""
-    return _zeros()([sizes_to_ort([rows, width], scalar=False)])[0]
+def pooled_zeros(sizes: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Zeros in memory that goes back to the pool when the tensor is gone."""
+    zeros = _zeros(len(sizes), ITEM_TYPES[dtype.itemsize])([sizes_to_ort(sizes, scalar=False)])[0]
+    return zeros if zeros.dtype == dtype else zeros.view(dtype)
 
 
 @cache
-def _zeros() -> Session:
-    return Session(ZEROS.model().SerializeToString(), ["in0"], ["out0"], SessionSettings(threads=1))
+def _zeros(rank: int, dtype: str) -> Session:
+    """The sizes are an input: knowing them, it would make of the result a constant, which all runs share."""
+    value = numpy_helper.from_array(numpy.zeros(1, dtype))
+    zeros = Probe("ConstantOfShape", (Sample((rank,), "int64"),), {"value": value}, (dtype,), "", 17)
+    return Session(zeros.model().SerializeToString(), ["in0"], ["out0"], SessionSettings(threads=1))

@@ -36,7 +36,7 @@ def test_it_is_eagers_to_the_bit(taken, padding, index):
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
         found.fill_(7)
         del found
-    assert taken == [(COUNT, WIDTH)] * 2
+    assert taken == [((COUNT, WIDTH),)] * 2
 
 
 def test_others_are_pytorchs(taken):

@@ -15,7 +15,7 @@ from ort_accel.capture.forward_graph import Tracer
 from ort_accel.capture.skipping import hints, tables_of
 from ort_accel.rewrite.demand import Wishes
 from ort_accel.rewrite.front import Batch
-from ort_accel.rewrite.pipeline import NothingToSkip, Proposal, propose
+from ort_accel.rewrite.pipeline import NothingToSkip, Proposal, propose, unread_outputs
 from tests.against_eager import ATOL, RTOL
 
 EVERYTHING = Wishes()
@@ -58,7 +58,9 @@ class Rewritten:
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         tracer = Tracer(inputs)
         try:
-            proposal = propose(tracer.trace(module), inputs, self._wishes, loss_only=self._loss_only)
+            traced = tracer.trace(module)
+            unread = unread_outputs(traced, inputs) if self._loss_only else frozenset()
+            proposal = propose(traced, inputs, self._wishes, unread)
         except NothingToSkip as reason:
             self.reasons.append(str(reason))
             return module.forward

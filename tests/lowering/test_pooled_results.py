@@ -1,0 +1,106 @@
+"""Large results of PyTorch's operators: the same bits, in memory that ONNX Runtime keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ort_accel
+from ort_accel.lowering import pooled_results as room
+from tests.against_eager import step
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The sizes of what was taken from the pool, of 32 KiB and more."""
+    sizes: list[tuple[int, ...]] = []
+    pooled = room.pooled_zeros
+
+    def take(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        sizes.append(tuple(size))
+        return pooled(size, dtype)
+
+    monkeypatch.setattr(room, "pooled_zeros", take)
+    monkeypatch.setattr(room, "LARGE", 32 << 10)
+    return sizes
+
+
+def scores(dtype: torch.dtype = torch.float32) -> Tensor:
+    """For 96 tokens and 200 words; one is not a number."""
+    torch.manual_seed(0)
+    found = torch.randn(96, 200)
+    found[3, 5] = torch.nan
+    return found.to(dtype)
+
+
+CASES: dict[str, Callable[[torch.dtype], tuple[Any, tuple[Any, ...]]]] = {
+    "mm": lambda dtype: (aten.mm.default, (scores(dtype), scores(dtype).t())),
+    "addmm": lambda dtype: (aten.addmm.default, (scores(dtype)[0, :96], scores(dtype), scores(dtype).t())),
+    "bmm": lambda dtype: (aten.bmm.default, (scores(dtype).view(2, 48, 200), scores(dtype).view(2, 200, 48))),
+    "add": lambda dtype: (aten.add.Tensor, (scores(dtype), scores(dtype)[:, :1])),
+    "mul": lambda dtype: (aten.mul.Tensor, (scores(dtype), 0.5)),
+    "gelu": lambda dtype: (aten.gelu.default, (scores(dtype),)),
+    "log_softmax": lambda dtype: (aten._log_softmax.default, (scores(dtype), 1, False)),
+    "log_softmax's gradient": lambda dtype: (
+        aten._log_softmax_backward_data.default,
+        (scores(dtype), scores(dtype), 1, dtype),
+    ),
+    "cat": lambda dtype: (aten.cat.default, ([scores(dtype), scores(dtype)], 1)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_eagers_to_the_bit(taken: list[Any], name: str, dtype: torch.dtype) -> None:
+    target, args = CASES[name](dtype)
+    expected = target(*args)
+    for _ in range(2):  # the second time in memory that has been written to
+        found = room.in_pool(target)(dtype, tuple(expected.shape), *args)
+        assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), dtype)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        found.fill_(7)
+        del found
+    large = expected.nbytes >= room.LARGE
+    assert taken == [tuple(expected.shape)] * (2 if large else 0)
+
+
+@pytest.mark.parametrize("target", [aten.clone.default, aten.embedding.default, aten.native_layer_norm.default, len])
+def test_what_pytorch_would_copy_is_left_to_it(target: Any) -> None:
+    assert room.with_place(target) is None
+
+
+class Head(nn.Module):
+    """The scores of words, and their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 300, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.body(x).relu()), labels)
+
+
+HEAD = ["aten.mm.default", "aten._log_softmax.default", "ort_accel.cross_entropy_backward.default"]
+
+
+@pytest.mark.parametrize("memory", [{}, {"level": 1}], ids=["for speed", "memory is saved"])
+def test_a_model_takes_memory_from_the_pool_unless_it_is_to_be_held(taken: list[Any], memory: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    eager = Head()
+    engine = {"engine": {"run_in_pytorch": HEAD}, "memory": memory, "observe": {"log_level": "error"}}
+    ours = ort_accel.accelerate(copy.deepcopy(eager), engine)
+    for seed, rows in enumerate([64, 48, 48, 8, 0, 80]):
+        x, labels = torch.randn(rows, 16), torch.randint(0, 300, (rows,))
+        taken.clear()
+        found, expected = (step(model, x, labels, seed=seed) for model in (ours, eager))
+        torch.testing.assert_close(vars(found), vars(expected), rtol=1e-4, atol=1e-5, equal_nan=True)
+        is_pooled = not memory and rows * 300 * 4 >= room.LARGE
+        assert ((rows, 300) in taken) is is_pooled
