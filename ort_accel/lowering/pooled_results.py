@@ -49,6 +49,7 @@ def is_for_pool(node: fx.Node) -> bool:
     return is_plain(value) and with_place(node.target) is not None
 
 
+@cache
 def in_pool(target: Any) -> Callable[..., Tensor]:
     """The operator, as a function of the result's type and sizes and of its own arguments."""
     found = with_place(target)
@@ -56,7 +57,7 @@ def in_pool(target: Any) -> Callable[..., Tensor]:
     other, place = found
 
     def run(dtype: torch.dtype, sizes: Sequence[int], *args: Any, **kwargs: Any) -> Tensor:
-        if math.prod(sizes) * dtype.itemsize < LARGE:
+        if math.prod(sizes) * dtype.itemsize < LARGE or dtype.itemsize not in ITEM_TYPES:
             return target(*args, **kwargs)  # type: ignore[no-any-return]
         return other(*args, **kwargs, **{place: pooled_zeros(sizes, dtype)})  # type: ignore[no-any-return]
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ort_accel.lowering.embedding_gradient import embedding_gradient
+from ort_accel.lowering.fuse.cross_entropy import JOINED, pooled_cross_entropy_gradient
 from ort_accel.lowering.nodes import is_size
 from ort_accel.lowering.pooled_results import in_pool, is_for_pool
 from ort_accel.lowering.segments import Body
@@ -21,8 +22,11 @@ aten = torch.ops.aten
 TOLERANT: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 """Tensors from ONNX Runtime are contiguous where eager's may not be, so that a plain view can be impossible."""
 
-POOLED: dict[Any, Any] = {aten.embedding_dense_backward.default: embedding_gradient}
-"""What can have its result in the memory of ONNX Runtime's pool."""
+POOLED: dict[Any, Any] = {
+    aten.embedding_dense_backward.default: embedding_gradient,
+    JOINED: pooled_cross_entropy_gradient,
+}
+"""What has a way of its own to have its results in the memory of ONNX Runtime's pool."""
 
 
 class PyTorchSegment:

@@ -103,4 +103,24 @@ def test_a_model_takes_memory_from_the_pool_unless_it_is_to_be_held(taken: list[
         found, expected = (step(model, x, labels, seed=seed) for model in (ours, eager))
         torch.testing.assert_close(vars(found), vars(expected), rtol=1e-4, atol=1e-5, equal_nan=True)
         is_pooled = not memory and rows * 300 * 4 >= room.LARGE
-        assert ((rows, 300) in taken) is is_pooled
+        assert taken.count((rows, 300)) == (4 if is_pooled else 0), "scores, logarithms, and the gradients of both"
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_evaluation_takes_it_with_and_without_gradients(taken: list[Any], grad: bool) -> None:
+    class Best(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(16, 300, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x).argmax(-1)
+
+    eager = Best().eval()
+    ours = ort_accel.accelerate(
+        copy.deepcopy(eager), {"engine": {"run_in_pytorch": HEAD}, "observe": {"log_level": "error"}}
+    )
+    with torch.set_grad_enabled(grad):
+        x = torch.randn(64, 16)
+        assert torch.equal(ours(x), eager(x))
+    assert taken == [(64, 300)]

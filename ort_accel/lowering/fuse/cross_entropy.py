@@ -14,6 +14,7 @@ from torch import fx
 
 from ort_accel.lowering.onnx_graph import OnnxGraph, Operand
 from ort_accel.lowering.ops.losses import Labels, shares
+from ort_accel.lowering.pooled_results import in_pool
 from ort_accel.lowering.registry import lowers
 from ort_accel.lowering.sizes import Size
 
@@ -34,6 +35,16 @@ def cross_entropy_backward(
     slope = aten.nll_loss_backward(grad, logarithms, target, weight, reduction, ignore_index, total_weight)
     result: torch.Tensor = aten._log_softmax_backward_data(slope, logarithms, 1, logarithms.dtype)
     return result
+
+
+def pooled_cross_entropy_gradient(grad: torch.Tensor, logarithms: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The same, bit for bit, with both steps' results in memory of ONNX Runtime's pool where they are large."""
+    if not logarithms.is_cpu:
+        plain: torch.Tensor = cross_entropy_backward(grad, logarithms, *rest)
+        return plain
+    dtype, sizes = logarithms.dtype, tuple(logarithms.shape)
+    slope = in_pool(aten.nll_loss_backward.default)(dtype, sizes, grad, logarithms, *rest)
+    return in_pool(aten._log_softmax_backward_data.default)(dtype, sizes, slope, logarithms, 1, dtype)
 
 
 JOINED = torch.ops.ort_accel.cross_entropy_backward.default
