@@ -69,7 +69,7 @@ def accelerate_layers(
     _refuse(model)
     device = device_of(model)
     restore(model)
-    backend = Backend(config, Report(), device, parameters_stay=False, zero3=zero3)
+    backend = Backend(config, Report(), device, parameters_stay=False, zero3=zero3, sees_steps=False)
     model._compiled_call_impl = LayeredCall(model, backend, layers, undo)
     return model
 

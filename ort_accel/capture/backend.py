@@ -65,14 +65,14 @@ class Backend:
         device: torch.device = CPU.device,
         parameters_stay: bool = True,
         zero3: bool = False,
-        is_asked_anew: bool = True,
+        sees_steps: bool = True,
     ) -> None:
         """`device` is the model's. `parameters_stay` says that the memory of parameters is in place from step to step,
-        and may be held; `zero3`, that ZeRO stage 3 is what moves it; `is_asked_anew`, that every call may be compiled
-        for another mode than the last."""
+        and may be held; `zero3`, that ZeRO stage 3 is what moves it; `sees_steps`, that a call is a whole model's, and
+        that what was found out in one call can change what runs in the next."""
         refuse_missing(config)
         self.config, self.report = config, report
-        self._parameters_stay, self._is_asked_anew = parameters_stay, is_asked_anew
+        self._parameters_stay, self._sees_steps = parameters_stay, sees_steps
         runtime = chosen_runtime(config)
         self.place = place_for(config, runtime, device)
         settings = session_settings(config, self.place)
@@ -145,7 +145,7 @@ class Backend:
             run = self._compile(found.smaller, [*inputs, *found.tables])
             return Skipping(found.proposal, policy, self._with(unread, run, module), module, tracer.conditions())
         tracer.conditions()
-        if not self._is_asked_anew and self.config.compute.loss_only is not True:
+        if not self._sees_steps and self.config.compute.loss_only is not True:
             unread = Unread()
         with unread.left_out_of(module):
             run = self._compile(module, inputs)
@@ -304,7 +304,7 @@ def registered(config: Config, device: torch.device = CPU.device) -> Backend:
     """The one backend of `torch.compile` with this configuration on a device; its report covers all such models."""
     key = (config.to_yaml(), device)
     if key not in _REGISTERED:
-        _REGISTERED[key] = Backend(config, Report(), device, is_asked_anew=False)
+        _REGISTERED[key] = Backend(config, Report(), device, sees_steps=False)
     return _REGISTERED[key]
 
 
