@@ -12,6 +12,7 @@ import ort_accel
 from ort_accel import engine
 from ort_accel.capture.layers import layers_of
 from ort_accel.config import load_config
+from ort_accel.reporting import State
 
 CONFIG = load_config({"observe": {"log_level": "error"}})
 
@@ -57,6 +58,42 @@ def test_a_model_by_layers_computes_what_eager_computes_with_one_pair_of_graphs_
         for expected, found in zip(step(eager, ids), step(model, ids), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert ort_accel.report(model).counters["compilations"] == 4
+
+
+class Balanced(nn.Module):
+    """A layer that also gives a loss of its own, as mixtures of experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = x + self.linear(x).tanh()
+        return x, x.square().mean()
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Balanced() for _ in range(3))
+
+    def forward(self, x):
+        total = x.new_zeros(())
+        for layer in self.layers:
+            x, own = layer(x)
+            total = total + own
+        return total + x.sum()
+
+
+def test_what_a_layer_gives_beside_a_loss_of_its_own_is_made():
+    torch.manual_seed(0)
+    eager = Stack()
+    model, x = by_layers(copy.deepcopy(eager)), torch.randn(2, 3, 4)
+    for each in (eager, model):
+        each(x).backward()
+    for expected, found in zip(eager.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+    assert ort_accel.report(model).features["compute.loss_only"].state is State.OFF
 
 
 def test_hooks_of_a_layer_run_around_its_graph_with_values():
