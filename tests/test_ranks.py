@@ -22,9 +22,14 @@ def test_processes_that_end_are_silent():
 
 
 def test_a_hang_is_stopped_with_the_stacks_of_all_processes():
-    with pytest.raises(AssertionError) as caught:
-        run_ranks("tests.test_ranks", "hangs", timeout=3.0)
-    assert str(caught.value).count("in main") == 2
+    found = 0
+    for timeout in (3.0, 60.0):  # a busy machine may need longer before both have begun
+        with pytest.raises(AssertionError) as caught:
+            run_ranks("tests.test_ranks", "hangs", timeout=timeout)
+        found = str(caught.value).count("in main")
+        if found == 2:
+            break
+    assert found == 2
 
 
 def test_the_others_do_not_wait_for_one_that_failed(monkeypatch):
