@@ -16,8 +16,8 @@ from ort_accel.runtime.pool import ITEM_TYPES, pooled_zeros
 
 LARGE = 32 << 20
 """From so many bytes on the C library takes memory from the system each time and gives it back each time, page by page.
-For the scores of 1,024 tokens and 16,000 words, 62 MiB, that took 40 ms of a virtual machine's time, and zeros in the
-pool's memory, which stays, 4 ms."""
+Eager steps of a Llama with such scores, 62 MiB for 1,024 tokens and 16,000 words, took 65,000 new pages each, and spent
+a tenth of their processor time in the kernel. The pool's memory stays."""
 
 _PLACES_FOR_RESULTS = ("out", "grad_input")
 
