@@ -33,10 +33,14 @@ def with_place(target: Any) -> tuple[Any, str] | None:
         other = getattr(target.overloadpacket, name)
         places = [argument.name for argument in other._schema.arguments if argument.is_out]
         rest = [(argument.name, str(argument.type)) for argument in other._schema.arguments if not argument.is_out]
-        is_direct = torch._C._dispatch_has_kernel_for_dispatch_key(other.name(), "CPU")
-        if len(places) == 1 and places[0] in _PLACES_FOR_RESULTS and rest == wanted and is_direct:
+        if len(places) == 1 and places[0] in _PLACES_FOR_RESULTS and rest == wanted and _is_direct(other):
             return other, places[0]
     return None
+
+
+def _is_direct(target: Any) -> bool:
+    """Whether an overload has a kernel for the CPU; an error for those of lists, which the dispatcher does not know."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CPU")
 
 
 def is_for_pool(node: fx.Node) -> bool:

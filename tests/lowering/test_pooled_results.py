@@ -72,6 +72,20 @@ def test_results_are_eagers_to_the_bit(taken: list[Any], name: str, dtype: torch
     assert taken == [tuple(expected.shape)] * (2 if large else 0)
 
 
+def test_any_operator_of_pytorch_can_be_asked_for_its_place() -> None:
+    """Some have overloads that only TorchScript knows, such as `mul.left_t`, which repeats a list."""
+    packets = [getattr(aten, name) for name in dir(aten)]
+    overloads = [
+        getattr(packet, name)
+        for packet in packets
+        if isinstance(packet, torch._ops.OpOverloadPacket)
+        for name in packet.overloads()
+    ]
+    places = {target: room.with_place(target) for target in overloads}
+    assert places[aten.mul.Tensor] == (aten.mul.out, "out")
+    assert places[aten.mul.Scalar] is None
+
+
 @pytest.mark.parametrize("target", [aten.clone.default, aten.embedding.default, aten.native_layer_norm.default, len])
 def test_what_pytorch_would_copy_is_left_to_it(target: Any) -> None:
     assert room.with_place(target) is None
