@@ -12,6 +12,7 @@ from torch import fx
 
 from ort_accel.lowering.embedding_gradient import embedding_gradient
 from ort_accel.lowering.fuse.cross_entropy import JOINED, pooled_cross_entropy_gradient
+from ort_accel.lowering.in_place import dying_operands, write_over
 from ort_accel.lowering.nodes import is_size
 from ort_accel.lowering.pooled_results import in_pool, is_for_pool
 from ort_accel.lowering.segments import Body
@@ -33,10 +34,11 @@ class PyTorchSegment:
     """Runs nodes, together with the views they need, through code that torch.fx generates."""
 
     def __init__(self, body: Body, wanted: Sequence[fx.Node], owner: fx.GraphModule, pooled: bool = False) -> None:
-        """`pooled` says that large results may be in ONNX Runtime's memory."""
+        """`pooled` says that large results may be in ONNX Runtime's memory, and results in that of an operand."""
         self.inputs = [node for node in body.inputs if not is_size(node)]
         sizes = [node for node in body.inputs if is_size(node)]
-        pool = [node for node in body.nodes if pooled and is_for_pool(node)]
+        replaced = dying_operands(body.nodes, wanted) if pooled else {}
+        pool = [node for node in body.nodes if pooled and node not in replaced and is_for_pool(node)]
         results = [size for node in pool for size in node.meta["val"].shape]
         self._size_values = SizeFunction(map(expression, [*(node.meta["val"] for node in sizes), *results]))
         replacements = TOLERANT | POOLED if pooled else TOLERANT
@@ -49,7 +51,9 @@ class PyTorchSegment:
         for node in body.nodes:
             copy = graph.node_copy(node, copies.__getitem__)
             copy.target = replacements.get(copy.target, copy.target)
-            if node in shapes:
+            if node in replaced:
+                write_over(copy, copies[replaced[node]])
+            elif node in shapes:
                 copy.target, copy.args = in_pool(node.target), (node.meta["val"].dtype, shapes[node], *copy.args)
             copies[node] = copy
         graph.output([copies[node] for node in wanted])

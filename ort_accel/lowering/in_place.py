@@ -1,0 +1,82 @@
+"""Which operands of PyTorch's operators nobody needs afterwards, so that the result can be written over them.
+
+Eager mode adds gradients up that way; a graph names each sum anew. Memory that was just read is in the cache of the
+processor, new memory is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ort_accel.lowering.layouts import is_plain
+from ort_accel.lowering.nodes import is_random, is_view
+from ort_accel.lowering.pooled_results import with_place
+from ort_accel.lowering.sizes import known_equal
+
+
+def dying_operands(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For nodes of a segment, in order, that compute element by element: the operand that the result may replace.
+
+    Its memory was made by this segment, and this node is the last to read it, or any view of it.
+    """
+    order = {node: position for position, node in enumerate(nodes)}
+    found: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        if _is_elementwise(node):
+            dying = (operand for operand in _operands(node) if _dies(operand, node, order, set(wanted)))
+            if (operand := next(dying, None)) is not None:
+                found[node] = operand
+    return found
+
+
+def write_over(call: fx.Node, operand: fx.Node) -> None:
+    """Let a call of such an operator write its result over this operand."""
+    found = with_place(call.target)
+    assert found is not None
+    call.target, place = found
+    call.kwargs = {**call.kwargs, place: operand}
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    """Whether each element of the result depends on those at its place alone. Not so draws: PyTorch draws into the
+    place of the result before it reads the operands."""
+    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return is_pointwise and not is_random(node) and with_place(node.target) is not None
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """Those with the size, type and order in memory of the result."""
+    result = node.meta["val"]
+    return [item for item in node.args if isinstance(item, fx.Node) and _are_alike(item.meta.get("val"), result)]
+
+
+def _are_alike(value: Any, result: torch.Tensor) -> bool:
+    if not isinstance(value, torch.Tensor) or (value.dtype, value.device) != (result.dtype, result.device):
+        return False
+    is_same_size = value.ndim == result.ndim and all(map(known_equal, value.shape, result.shape))
+    return is_same_size and is_plain(value) and is_plain(result)
+
+
+def _dies(operand: fx.Node, reader: fx.Node, order: dict[fx.Node, int], wanted: set[fx.Node]) -> bool:
+    """Whether nothing but this reader needs the memory of an operand any more."""
+    chain = [operand]
+    while chain[-1] in order and is_view(chain[-1]):
+        chain.append(chain[-1].all_input_nodes[0])
+    return chain[-1] in order and with_place(chain[-1].target) is not None and _is_last(chain, reader, order, wanted)
+
+
+def _is_last(chain: Sequence[fx.Node], reader: fx.Node, order: dict[fx.Node, int], wanted: set[fx.Node]) -> bool:
+    allowed = {*chain, reader}
+    for node in chain:
+        if node in wanted:
+            return False
+        for user in node.users:
+            if user in allowed or user not in order:
+                continue
+            if is_view(user) or order[user] > order[reader]:
+                return False
+    return True

@@ -1,0 +1,107 @@
+"""Results of PyTorch's operators take the place of operands that nobody needs any more, and of no others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import ort_accel
+from ort_accel.lowering.in_place import dying_operands
+from ort_accel.lowering.pytorch_segment import PyTorchSegment
+from ort_accel.lowering.segments import Body
+from tests.against_eager import assert_step_as_eager
+
+Function = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+
+REPLACED: dict[str, tuple[Function, list[str]]] = {
+    "a product that is added to": (lambda a, b: (a @ b + a,), ["add"]),
+    "one after the other": (lambda a, b: (((a @ b + a) * b).tanh(),), ["add", "mul", "tanh"]),
+    "the second operand": (lambda a, b: (a + a @ b,), ["add"]),
+    "through views": (lambda a, b: ((a @ b).view(2, 2, 4) + a.view(2, 2, 4),), ["add"]),
+    "a part of it": (lambda a, b: ((a @ b)[1:3] + a[1:3],), ["add"]),
+    "read before": (lambda a, b: next((c.sum(), c + a) for c in [a @ b]), ["add"]),
+    "twice the same": (lambda a, b: next((c + c,) for c in [a @ b]), ["add"]),
+}
+
+KEPT: dict[str, Function] = {
+    "an input": lambda a, b: (a + b,),
+    "a view of an input": lambda a, b: (a.view(2, 8) + b.view(2, 8),),
+    "what is wanted": lambda a, b: next((c, c + a) for c in [a @ b]),
+    "what a wanted view shows": lambda a, b: next((c.t(), c + a) for c in [a @ b]),
+    "what is read later": lambda a, b: next((d, c @ d) for c in [a @ b] for d in [c + a]),
+    "what another view shows later": lambda a, b: next((d, v @ d) for c in [a @ b] for v in [c.t()] for d in [c + a]),
+    "a smaller one": lambda a, b: ((a @ b)[:1] + a,),
+    "another type": lambda a, b: ((a @ b).double() + a.double(),),
+    "a transposed one": lambda a, b: ((a @ b).t() + a,),
+    "for what is no work by element": lambda a, b: ((a @ b) @ b,),
+    "for a draw": lambda a, b: (torch.normal(a @ b, b.abs()),),
+    "an expanded one": lambda a, b: ((a @ b)[:1].expand(4, 4) + a,),
+}
+
+
+def segment(function: Function) -> tuple[PyTorchSegment, dict[fx.Node, fx.Node]]:
+    """A function as a segment, and what is replaced in it."""
+    module = make_fx(function, tracing_mode="fake")(*inputs())
+    nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+    wanted = list(module.graph.output_node().args[0])
+    body = Body(module.graph.find_nodes(op="placeholder"), nodes)
+    return PyTorchSegment(body, wanted, module, pooled=True), dying_operands(nodes, wanted)
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(4, 4), torch.randn(4, 4)
+
+
+def check(function: Function) -> list[str]:
+    """What it gives is what it gave, and its inputs are left alone; returns what writes into an operand."""
+    run, replaced = segment(function)
+    for _ in range(2):
+        given = inputs()
+        torch.manual_seed(1)
+        results = run(list(given), {})
+        torch.manual_seed(1)
+        for found, expected in zip(results, function(*given), strict=True):
+            assert torch.equal(found, expected)
+        assert all(map(torch.equal, given, inputs()))
+    return [str(node.target).split(".")[1] for node in replaced]
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_dying_operand_is_replaced(name: str) -> None:
+    function, operators = REPLACED[name]
+    assert check(function) == operators
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_others_are_kept(name: str) -> None:
+    assert check(KEPT[name]) == []
+
+
+class Residual(nn.Module):
+    """Gradients meet at every residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x) * 0.5
+        return x.square().mean()
+
+
+def test_a_model_gives_eagers_gradients() -> None:
+    torch.manual_seed(0)
+    eager = Residual()
+    names = ["mm", "addmm", "add", "mul", "gelu", "gelu_backward"]
+    operators = [f"aten.{name}.{'Tensor' if name in ('add', 'mul') else 'default'}" for name in names]
+    engine = {"engine": {"run_in_pytorch": operators}, "observe": {"log_level": "error"}}
+    ours = ort_accel.accelerate(copy.deepcopy(eager), engine)
+    for length in (5, 9, 7, 3):
+        assert_step_as_eager(eager, ours, torch.randn(2, length, 16))
