@@ -4,11 +4,12 @@ LOCK := .ci/requirements.lock
 EXTRAS := examples,report,dev
 SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
+TEAM := -n 2 --dist worksteal
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-training test-engine-inference test-inference lint format docs lock clean
+.PHONY: help setup demo test test-training test-inference test-all lint format docs lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -25,16 +26,17 @@ setup: .venv/.ready .venv-inference/.ready ## Both environments, at the locked v
 demo: .venv/.ready ## Fine-tune a small BERT on film reviews, eager PyTorch beside ort_accel
 	.venv/bin/python examples/hf/run_classification.py --compare_eager
 
-test: lint test-training test-engine-inference ## All checks and tests, the engine's on both runtimes
+test: lint test-training test-inference ## What CI runs: all checks, and the tests that are not marked as long
 
-test-training: .venv/.ready ## The whole suite, on onnxruntime-training
-	.venv/bin/python -m pytest -n 2
+test-training: .venv/.ready ## Of the whole project, on onnxruntime-training
+	.venv/bin/python -m pytest $(TEAM) -m "not long"
 
-test-engine-inference: .venv-inference/.ready ## The engine's tests, on plain onnxruntime
-	.venv-inference/bin/python -m pytest -n 2 tests/engine tests/lowering tests/capture tests/recompute tests/runtime
+test-inference: .venv-inference/.ready ## Those of operators, sessions and models, on plain onnxruntime
+	.venv-inference/bin/python -m pytest $(TEAM) -m "not long" tests/lowering tests/runtime tests/models
 
-test-inference: .venv-inference/.ready ## The whole suite, on plain onnxruntime
-	.venv-inference/bin/python -m pytest -n 2
+test-all: lint setup ## All tests, on both runtimes
+	.venv/bin/python -m pytest $(TEAM)
+	.venv-inference/bin/python -m pytest $(TEAM)
 
 lint: .venv/.ready ## ruff, format check, mypy --strict
 	.venv/bin/ruff check .

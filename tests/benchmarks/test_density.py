@@ -75,6 +75,7 @@ def test_what_was_reached_is_measured_against_every_other_contender_and_eagers_m
     assert [(goal["value"], goal["met"]) for goal in found] == [(3.1, True), (2.9, False), (0.51, False)]
 
 
+@pytest.mark.long
 def test_the_script_compares_the_engine_with_itself_at_full_density_and_writes_json(tmp_path):
     file = tmp_path / "result.json"
     command = [sys.executable, "benchmarks/density.py", "--tiny", "--no-fresh", "--no-inductor", "--threads", "1"]

@@ -12,6 +12,7 @@ from ort_accel.lowering import islands
 from ort_accel.recompute import moves
 from ort_accel.runtime.host_memory import HostMemory
 from ort_accel.runtime.place import Place
+from tests.tiers import mostly_long
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def test_a_model_that_differs_is_a_fault(bench, monkeypatch):
     assert "is off by" in fault_of(bench, bench.workload("bert", layers=1), "fp32")
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("is_lost", mostly_long([False, True], True))
 def test_values_that_are_moved_come_back_or_are_a_fault(bench, monkeypatch, is_lost):
     monkeypatch.setattr(backend, "place_for", lambda *_: Place(torch_memory=True))
     monkeypatch.setattr(moves, "LEAST_BYTES", 1)

@@ -26,6 +26,7 @@ def tiny(model="bert", **more):
     return Workload(model, hidden=16, layers=1, heads=2, batch=2, length=9, vocab=40, **more)
 
 
+@pytest.mark.long
 def test_the_script_writes_everything_it_measured(tmp_path):
     file = tmp_path / "result.json"
     command = [sys.executable, "benchmarks/step.py", *TINY, "--contender", "eager", "--contender", "ort_accel"]

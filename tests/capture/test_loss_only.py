@@ -14,6 +14,7 @@ from ort_accel.reporting import State
 from ort_accel.runtime.unread import UnreadTensor
 from tests.against_eager import assert_same, assert_step_as_eager, compilations, pair, report, step
 from tests.capture.language_model import VOCABULARY, Model, Output, batch, engine
+from tests.tiers import mostly_long
 
 NOTHING_SKIPPED = {"density": {"labels": False, "padding": False}, "compute": {"upstream": False}}
 DENSE = [{}, NOTHING_SKIPPED]
@@ -42,7 +43,7 @@ def test_a_whole_graph_leaves_the_scores_out(wishes: dict[str, Any]) -> None:
     assert compilations(ours) == 2
 
 
-@pytest.mark.parametrize("wishes", DENSE, ids=["dense", "switched off"])
+@pytest.mark.parametrize("wishes", mostly_long(DENSE, DENSE[0]), ids=["dense", "switched off"])
 def test_scores_that_are_read_are_made_from_the_next_step_on(wishes: dict[str, Any]) -> None:
     eager, ours = pair(Model(), engine(**wishes))
 

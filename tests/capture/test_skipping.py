@@ -139,6 +139,7 @@ def test_labels_that_do_not_exist_are_an_error_where_they_must_be_skipped() -> N
         ours(**batch(4, 10))
 
 
+@pytest.mark.long
 def test_evaluation_needs_no_labels_where_training_must_skip_some() -> None:
     eager, ours = pair(Model(), engine(density={"labels": True}))
     for model in (eager, ours):

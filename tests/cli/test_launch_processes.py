@@ -14,6 +14,7 @@ import ort_accel
 from ort_accel.hf import ORTAccelCallback
 from tests.cli.scripts.with_trainer import train
 from tests.ranks import PATHS
+from tests.tiers import mostly_long
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -86,7 +87,7 @@ def test_an_untouched_script_runs_on_onnx_runtime_and_learns_the_same(tmp_path, 
     assert "matrix products and a softmax" in effects["compute.attention"], "the section was not read"
 
 
-@pytest.mark.parametrize("launcher", ["ort-accel launch", "torchrun"])
+@pytest.mark.parametrize("launcher", mostly_long(["ort-accel launch", "torchrun"], "torchrun"))
 def test_two_processes_on_the_cpu_train_as_one_with_one_pair_of_graphs(tmp_path, eager_loop, launcher):
     out = tmp_path / "out.json"
     if launcher == "torchrun":
@@ -101,6 +102,7 @@ def test_two_processes_on_the_cpu_train_as_one_with_one_pair_of_graphs(tmp_path,
     assert found["report"]["fallbacks"] == []
 
 
+@pytest.mark.long
 def test_zero_2_shares_gradients_around_one_pair_of_graphs(tmp_path, eager_loop):
     pytest.importorskip("deepspeed")
     out = tmp_path / "out.json"
@@ -133,12 +135,14 @@ def two_trainers(tmp_path_factory, eager_trainer):
     return result(out) | {"checkpoint": checkpoint(out)}
 
 
+@pytest.mark.long
 def test_a_trainer_in_two_processes_trains_as_one_with_one_pair_of_graphs(eager_trainer, two_trainers):
     assert two_trainers["processes"] == 2
     assert two_trainers["losses"] == pytest.approx(eager_trainer["losses"], **FROM_TWO)
     assert two_trainers["report"]["counters"]["compilations"] == 3, "forward and backward; forward for evaluation"
 
 
+@pytest.mark.long
 def test_a_run_of_one_process_goes_on_in_two_and_of_two_in_one(tmp_path, eager_trainer, two_trainers):
     assert two_trainers["resumed"] == pytest.approx(eager_trainer["losses"][:3], **FROM_TWO)
     trainer, losses = train(tmp_path, str(two_trainers["checkpoint"]), callbacks=[ORTAccelCallback()])
@@ -146,6 +150,7 @@ def test_a_run_of_one_process_goes_on_in_two_and_of_two_in_one(tmp_path, eager_t
     assert ort_accel.report(trainer.model).counters["compilations"] == 2
 
 
+@pytest.mark.long
 def test_a_process_that_is_killed_ends_the_job_with_an_error(tmp_path):
     done = python(*LAUNCH, "--config_file", config_file(tmp_path, "ddp"), SCRIPTS / "dies.py", tmp_path, code=137)
     assert "exitcode  : -9" in done.stderr
@@ -171,6 +176,7 @@ def test_accelerates_own_switch_for_compilers_names_this_engine(tmp_path, eager_
     assert found["keys"] == [f"_orig_mod.{key}" for key in eager_loop["keys"]]
 
 
+@pytest.mark.long
 def test_accelerates_own_scripts_pass(tmp_path):
     folder = path_in_accelerate_package("test_utils", "scripts")
     script = tmp_path / "all.py"

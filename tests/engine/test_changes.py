@@ -39,6 +39,7 @@ def test_another_type(dtype):
     assert_step_as_eager(eager.float(), ours.float(), x)
 
 
+@pytest.mark.long
 def test_every_layer_frozen_in_turn():
     """More situations than Dynamo compiles by itself before it leaves a model to eager mode without a word."""
     eager, ours = pair(Tower(layers=12))

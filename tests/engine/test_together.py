@@ -2,67 +2,76 @@
 
 import json
 import signal
+from functools import cache
 
 import pytest
 
 from tests.engine.together import end_badly
 from tests.forked import START
 from tests.ranks import run_ranks
+from tests.tiers import mostly_long
 
-SHARDED = ["checkpointing by layers", "net by layers", "net by parts of layers"]
+LONG = ["checkpointing by layers"]
+SHARDED = mostly_long([*LONG, "net by layers", "net by parts of layers"], "net by layers", "net by parts of layers")
 UNEVEN = ["other shapes", "a shorter dataset", "another operator in PyTorch", "a failure in ONNX Runtime"]
 ROUNDING = {"rel": 1e-5, "abs": 1e-5}
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    """What both processes saw."""
-    folder = tmp_path_factory.mktemp("together")
-    run_ranks("tests.engine.together", folder)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+def see(tmp_path_factory):
+    """What both processes saw of one of the runs, all of which that take as long start together."""
+
+    @cache
+    def started(*names):
+        folder = tmp_path_factory.mktemp("together")
+        run_ranks("tests.engine.together", folder, *names)
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+    others = ["net by layers", "net by parts of layers", *UNEVEN]
+    return lambda name: [process[name] for process in started(*(LONG if name in LONG else others))]
 
 
 @pytest.mark.parametrize("name", [*SHARDED, *UNEVEN])
-def test_losses_and_weights_equal_those_without_the_engine(seen, name):
-    for process in seen:
-        run = process[name]
+def test_losses_and_weights_equal_those_without_the_engine(see, name):
+    runs = see(name)
+    for run in runs:
         assert run["mine"] == pytest.approx(run["stock"], **ROUNDING)
         assert run["stock"][0] != run["stock"][2], "nothing was learned"
         assert run["furthest"] < 1e-5
         assert any(segment["runner"] == "onnxruntime" for segment in run["report"]["segments"])
-    assert seen[0][name]["stock"] != seen[1][name]["stock"]
+    assert runs[0]["stock"] != runs[1]["stock"]
 
 
 @pytest.mark.parametrize(
     ("name", "layers", "graphs"),
     [
         # each kind forward and backward, for fixed and for open sizes; in evaluation, forward alone
-        (
+        pytest.param(
             "checkpointing by layers",
             "4 layers (FSDPLlamaDecoderLayer, Linear)",
-            2 * 4 + 4,
-        ),  # a cache tells layers apart
+            2 * 4 + 4,  # a cache tells layers apart
+            marks=pytest.mark.long,
+        ),
         ("net by layers", "4 layers (FSDPLayer, Linear)", 3 * 4 + 3),  # there are two kinds of Layer
         ("net by parts of layers", "7 layers (FSDPLinear, Linear)", 3 * 4 + 3),
     ],
 )
-def test_layers_that_are_alike_share_their_graphs(seen, name, layers, graphs):
-    for process in seen:
-        run = process[name]
+def test_layers_that_are_alike_share_their_graphs(see, name, layers, graphs):
+    for run in see(name):
         assert f"FSDP2 shards this model, and {layers} run on ONNX Runtime one by one" in run["report"]["notes"]
         assert run["report"]["counters"]["compilations"] == graphs
         assert "a graph break" not in {item["op"] for item in run["report"]["fallbacks"]}
 
 
 @pytest.mark.parametrize("name", SHARDED)
-def test_a_sharded_model_can_be_restored(seen, name):
-    for process in seen:
-        assert process[name]["restored"] == pytest.approx(process[name]["stock"][-1:], **ROUNDING)
+def test_a_sharded_model_can_be_restored(see, name):
+    for run in see(name):
+        assert run["restored"] == pytest.approx(run["stock"][-1:], **ROUNDING)
 
 
-def test_each_process_reports_what_happened_to_it_alone(seen):
+def test_each_process_reports_what_happened_to_it_alone(see):
     def refusals(rank, name):
-        return {item["reason"] for item in seen[rank][name]["report"]["fallbacks"]}
+        return {item["reason"] for item in see(name)[rank]["report"]["fallbacks"]}
 
     assert "asked for in the configuration" not in refusals(0, "another operator in PyTorch")
     assert "asked for in the configuration" in refusals(1, "another operator in PyTorch")

@@ -10,6 +10,7 @@ from transformers import BertConfig, BertForMaskedLM
 import ort_accel
 from ort_accel.reporting import State
 from tests.against_eager import assert_step_as_eager, pair
+from tests.tiers import mostly_long
 
 FEATURE = "compute.tuning.enabled"
 
@@ -75,7 +76,7 @@ def test_measurements_are_kept_in_the_cache_where_no_file_is_named(tmp_path):
     assert (tmp_path / "tuning.json").exists()
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dropout", mostly_long([0.0, 0.1], 0.0))
 def test_graphs_that_compute_only_some_rows_are_measured_too(dropout):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}

@@ -149,6 +149,7 @@ def test_a_wrong_configuration_leaves_the_model_alone():
     assert model._compiled_call_impl is None
 
 
+@pytest.mark.long
 def test_a_search_may_build_any_number_of_models():
     x = torch.randn(2, 4)
     for number in range(80):

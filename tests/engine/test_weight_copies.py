@@ -9,6 +9,7 @@ from torch import nn
 
 import ort_accel
 from ort_accel.reporting import State
+from tests.tiers import mostly_long
 
 KEY = "precision.cache_cast_weights"
 
@@ -142,7 +143,13 @@ def written_after_zero_grad(model):
 
 
 @pytest.mark.parametrize(
-    "change", [in_place, swapped, swapped_twice, loaded, replaced, stepped, written_after_zero_grad]
+    "change",
+    mostly_long(
+        [in_place, swapped, swapped_twice, loaded, replaced, stepped, written_after_zero_grad],
+        in_place,
+        swapped,
+        stepped,
+    ),
 )
 def test_a_changed_weight_is_never_taken_for_the_old_one(change):
     models = pair(True)

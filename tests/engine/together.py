@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -195,18 +196,24 @@ def leave_alone(rank, how):
     train(together, rank, count=6)
 
 
-def main(rank, folder):
+def runs(rank):
+    elsewhere = {"engine": {"run_in_pytorch": ["aten.cos"] if rank else []}}
+    return {
+        **{name: partial(sharded, name, rank) for name in SHARDED},
+        "other shapes": partial(data_parallel, rank, lengths=(3, 4, 5, 6) if rank else (7,)),
+        "a shorter dataset": partial(data_parallel, rank, count=5 if rank else 8),
+        "another operator in PyTorch": partial(data_parallel, rank, QUIET | elsewhere),
+        "a failure in ONNX Runtime": partial(failing_in_one, rank),
+    }
+
+
+def main(rank, folder, *names):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    seen = {name: sharded(name, rank) for name in SHARDED}
-    seen["other shapes"] = data_parallel(rank, lengths=(3, 4, 5, 6) if rank else (7,))
-    seen["a shorter dataset"] = data_parallel(rank, count=5 if rank else 8)
-    elsewhere = {"engine": {"run_in_pytorch": ["aten.cos"] if rank else []}}
-    seen["another operator in PyTorch"] = data_parallel(rank, QUIET | elsewhere)
-    seen["a failure in ONNX Runtime"] = failing_in_one(rank)
+    seen = {name: runs(rank)[name]() for name in names}
     Path(folder, f"{rank}.json").write_text(json.dumps(seen))
     end(0)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, set_seed
 from tests.hf import launched
 from tests.hf.launched import EVERY_STEP, STEPS
 from tests.hf.tiny import ROOT, arguments, losses, make, reviews, train
+from tests.tiers import mostly_long
 
 pytest.importorskip("peft")
 
@@ -46,7 +47,7 @@ def eager(tmp_path_factory):
     }
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=mostly_long(WAYS, "ort-accel launch"))
 def run(request, eager, tmp_path_factory):
     """One process for each way: it trains, dies and resumes, and writes down what it found."""
     folder = tmp_path_factory.mktemp("launched")

@@ -38,6 +38,7 @@ def seen_by_two(folder, stop, resume="fresh"):
     return [json.loads((folder / f"{stop}-{resume}-{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.long
 def test_two_processes_share_each_epoch_evenly_and_resume_in_the_middle_of_the_second(tmp_path):
     whole = seen_by_two(tmp_path, 99)
     assert [len(steps) for steps in whole] == [12, 12]

@@ -7,6 +7,7 @@ from transformers import TrainerCallback, set_seed
 import ort_accel
 from tests.against_eager import ATOL, RTOL, compilations, pair, step
 from tests.hf.tiny import arguments, bert, llama, losses, make
+from tests.tiers import mostly_long
 
 NAN = float("nan")
 
@@ -115,7 +116,7 @@ class Thaw(TrainerCallback):
         model.bert.requires_grad_(state.global_step in (2, 3))
 
 
-@pytest.mark.parametrize("side", ["ORTTrainer", "callback"])
+@pytest.mark.parametrize("side", mostly_long(["ORTTrainer", "callback"], "callback"))
 def test_parameters_that_thaw_during_training_learn_then(tmp_path, side):
     def run(which):
         set_seed(0)

@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification, EarlyStoppingCallba
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.hf.tiny import arguments, in_python, losses, make, reviews, train
+from tests.tiers import mostly_long
 
 OURS = ("ORTTrainer", "callback")
 EVERY_STEP = {"save_strategy": "steps", "save_steps": 1, "max_steps": 8}
@@ -58,8 +59,8 @@ def kill_at_random(child, folder, delay):
     child.kill()
 
 
-@pytest.mark.parametrize("moment", ["inside a save", "at random"])
-@pytest.mark.parametrize("side", OURS)
+@pytest.mark.parametrize("moment", mostly_long(["inside a save", "at random"], "inside a save"))
+@pytest.mark.parametrize("side", mostly_long(OURS, "callback"))
 def test_a_killed_run_resumes_from_a_whole_checkpoint_with_eagers_losses(tmp_path, side, moment):
     child = in_python(CHILD, side, tmp_path, moment)
     delay = random.uniform(0, 0.5)
@@ -76,7 +77,15 @@ def test_a_killed_run_resumes_from_a_whole_checkpoint_with_eagers_losses(tmp_pat
     assert "_saving" not in folders(tmp_path)
 
 
-@pytest.mark.parametrize(("writer", "reader"), [(o, "eager") for o in OURS] + [("eager", o) for o in OURS])
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        ("callback", "eager"),
+        ("eager", "ORTTrainer"),
+        pytest.param("ORTTrainer", "eager", marks=pytest.mark.long),
+        pytest.param("eager", "callback", marks=pytest.mark.long),
+    ],
+)
 def test_what_one_side_wrote_the_other_resumes(tmp_path, writer, reader):
     whole = train("eager", tmp_path / "whole", save_strategy="steps", save_steps=2)
     train(writer, tmp_path / "half", save_strategy="steps", save_steps=2)
@@ -98,6 +107,7 @@ def test_plain_transformers_loads_what_was_saved(tmp_path, side):
     assert other.evaluate()["eval_loss"] == pytest.approx(trainer.evaluate()["eval_loss"], abs=1e-5)
 
 
+@pytest.mark.long
 def test_rotation_early_stopping_and_the_best_model_are_eagers(tmp_path):
     def run(side):
         best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 2}

@@ -1,6 +1,7 @@
 """What people do with a Trainer, on the engine and in eager: the same numbers from the same seed."""
 
 import copy
+from itertools import product
 
 import numpy
 import pytest
@@ -11,6 +12,7 @@ from transformers import set_seed
 import ort_accel
 from ort_accel.hf import ORTAccelCallback, ORTSeq2SeqTrainer, ORTSeq2SeqTrainingArguments
 from tests.hf.tiny import arguments, bert, llama, losses, make, reviews, t5, texts, train
+from tests.tiers import mostly_long
 
 OURS = ("ORTTrainer", "callback")
 
@@ -28,8 +30,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("side", OURS)
+@pytest.mark.parametrize(
+    ("side", "way"), mostly_long(product(OURS, WAYS), *((OURS[place % 2], way) for place, way in enumerate(WAYS)))
+)
 def test_training_gives_eagers_losses(tmp_path, side, way):
     ours = train(side, tmp_path, **WAYS[way])
     assert losses(ours) == pytest.approx(losses(train("eager", tmp_path, **WAYS[way])), abs=1e-5)
@@ -63,7 +66,7 @@ def test_sequences_are_generated_as_in_eager(tmp_path):
     assert ort_accel.report(model).segments, "nothing ran on the engine"
 
 
-@pytest.mark.parametrize("side", OURS)
+@pytest.mark.parametrize("side", mostly_long(OURS, "ORTTrainer"))
 def test_lora_trains_and_loads_into_plain_peft(tmp_path, side):
     peft = pytest.importorskip("peft")
 
@@ -82,7 +85,7 @@ def test_lora_trains_and_loads_into_plain_peft(tmp_path, side):
     assert losses(resumed) == pytest.approx(losses(eager), abs=1e-5)
 
 
-@pytest.mark.parametrize("side", OURS)
+@pytest.mark.parametrize("side", mostly_long(OURS, "callback"))
 def test_a_search_finds_what_eager_finds(tmp_path, side):
     optuna = pytest.importorskip("optuna")
 

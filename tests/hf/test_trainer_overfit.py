@@ -30,6 +30,7 @@ def test_bert_learns_its_labels(tmp_path):
     assert model(input_ids=TEXT).logits.argmax(-1).tolist() == [0, 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", [0, 1])
 def test_what_llama_and_t5_learnt_is_generated(learnt, row):
     for name, model in learnt.items():

@@ -7,7 +7,10 @@ import pytest
 
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+]
 ROUNDING = {"rel": 1e-5, "abs": 1e-5}
 COUNTED_TWICE = {"abs": 1e-3}
 """DeepSpeed 0.19.8 lets the groups of parameters share Adam's count of steps when it loads a universal checkpoint."""

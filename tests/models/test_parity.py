@@ -12,12 +12,16 @@ from torch import nn
 from ort_accel.reporting import Reason, Runner
 from tests.against_eager import assert_step_as_eager, compilations, pair, report, step
 from tests.models.zoo import FAMILIES, Family
+from tests.tiers import mostly_long
 
 WITH_BREAKS = {"deberta-v2", "mixtral", "wav2vec2"}
 """Whose own code asks for numbers in the middle (which experts are needed, whether a layer is skipped)."""
 
 LOOPS_OVER_TOKENS = {"mamba"}
 """Whose own code repeats itself for every token, so that no capture can serve two lengths."""
+
+IN_EVERY_RUN = {"bert", "deberta-v2", "gpt2", "llama", "resnet", "t5", "vit"}
+"""One for each kind: encoder, graph breaks, decoder without and with rotations, convolutions, both, images."""
 
 FEATURES_ALONE = {"resnet"}
 """Convolutions and what stands between them, which PyTorch runs faster."""
@@ -39,7 +43,9 @@ def recaptures(family: Family, sizes: list[tuple[int, int]]) -> bool:
     return len(graphs) > before
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize(
+    "family", mostly_long(FAMILIES, *(family for family in FAMILIES if family.name in IN_EVERY_RUN)), ids=str
+)
 def test_loss_and_every_gradient_equal_eagers(family: Family):
     eager, ours = pair(family.build())
     *warm_up, last = family.sizes
@@ -73,6 +79,7 @@ def losses(model: nn.Module, family: Family, steps: int) -> torch.Tensor:
     return torch.stack(curve)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [200])
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])
 def test_a_training_run_follows_eagers_loss_curve(name: str, steps: int):
@@ -83,6 +90,7 @@ def test_a_training_run_follows_eagers_loss_curve(name: str, steps: int):
     assert expected[-20:].mean() < expected[:20].mean() - 0.05, "nothing was learned, so nothing was compared"
 
 
+@pytest.mark.long
 def test_two_identical_runs_give_identical_losses():
     (family,) = [family for family in FAMILIES if family.name == "llama"]
     start = family.build()

@@ -12,6 +12,7 @@ import torch
 from tests.against_eager import assert_step_as_eager, compilations, pair, report
 from tests.models.zoo import DECODER, ENCODER, SEQ2SEQ, T5, VOCABULARY, made
 from tests.rewrite.rewritten import Rewritten, assert_as_eager
+from tests.tiers import mostly_long
 
 CONFIG = {"engine": {"dynamic_shapes": True}, "density": {"padding": True}, "observe": {"log_level": "error"}}
 
@@ -113,7 +114,7 @@ def batches(name: str) -> Iterator[Batch]:
         yield batch
 
 
-@pytest.mark.parametrize("name", ON_THE_ENGINE)
+@pytest.mark.parametrize("name", mostly_long(ON_THE_ENGINE, "bert"))
 def test_a_step_on_the_engine_equals_eagers(name: str) -> None:
     eager, ours = pair(MODELS[name][0](), CONFIG)
     for seed, batch in enumerate(batches(name)):

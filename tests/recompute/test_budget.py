@@ -8,6 +8,7 @@ import pytest
 from ort_accel.errors import OrtAccelError
 from ort_accel.recompute import budget, optimizer
 from tests.recompute.models import NAMES, assert_same_bits, one_step, plain
+from tests.tiers import mostly_long
 
 ROWS = 16
 """Enough that what is kept for the backward outweighs the parameters."""
@@ -18,7 +19,7 @@ def within(name, limit):
     return one_step(name, {"budget": limit}, ROWS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_long(NAMES, "bert", "llama"))
 def test_a_budget_is_kept_and_changes_no_bit(name):
     trace, memory = within(name, 0.9)
     without, *_, chosen = memory.frontier

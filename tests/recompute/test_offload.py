@@ -32,6 +32,7 @@ from ort_accel.runtime import place
 from ort_accel.runtime.host_memory import HostMemory
 from tests.against_eager import assert_same, compilations, step
 from tests.recompute.models import accelerated, assert_same_bits, model_and_batch
+from tests.tiers import mostly_long
 
 
 class LateMemory(HostMemory):
@@ -99,7 +100,7 @@ def losses_at_once(model, batch):
 
 
 @torch._functorch.config.patch(donated_buffer=False)  # which forbids a second backward
-@pytest.mark.parametrize(("name", "share"), [("bert", 1.0), ("gpt2", 0.5)])
+@pytest.mark.parametrize(("name", "share"), mostly_long([("bert", 1.0), ("gpt2", 0.5)], ("gpt2", 0.5)))
 def test_what_was_moved_comes_back_to_the_bit(late, monkeypatch, name, share):
     plain = accelerated(name, {"level": 0})
     batch = model_and_batch(name)[1]

@@ -10,6 +10,7 @@ from ort_accel.runtime.pool import release_unused
 from tests.against_eager import step
 from tests.forked import START
 from tests.recompute.models import accelerated, model_and_batch
+from tests.tiers import mostly_long
 
 ROWS = 64
 """Enough that ONNX Runtime's pool holds megabytes."""
@@ -34,7 +35,7 @@ def look(name, results):
     results.put((held - in_use(), seen[-1].stages[0].held, seen[-1].peak, memory, parameters))
 
 
-@pytest.mark.parametrize("name", ["bert", "llama"])
+@pytest.mark.parametrize("name", mostly_long(["bert", "llama"], "bert"))
 def test_the_pool_holds_what_was_predicted(name):
     results = START.Queue()
     process = START.Process(target=look, args=(name, results))  # where the pool has nothing left of other tests

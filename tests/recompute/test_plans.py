@@ -16,13 +16,16 @@ import ort_accel
 from ort_accel.errors import OrtAccelError
 from tests.against_eager import assert_step_as_eager, pair, step
 from tests.recompute.models import ALL_ROWS, NAMES, accelerated, assert_same_bits, model_and_batch, one_step, plain
+from tests.tiers import mostly_long
 
 
 def row(memory, cluster):
     return next(row for row in memory.plans if row.cluster == cluster)
 
 
-@pytest.mark.parametrize(("name", "level"), [*((name, 1) for name in NAMES), ("bert", 2)])
+@pytest.mark.parametrize(
+    ("name", "level"), mostly_long([*((name, 1) for name in NAMES), ("bert", 2)], ("bert", 1), ("bert", 2))
+)
 def test_levels_keep_less_and_change_no_bit(name, level):
     trace, memory = one_step(name, {"level": level})
     assert_same_bits(trace, plain(name)[0])
@@ -31,7 +34,7 @@ def test_levels_keep_less_and_change_no_bit(name, level):
     assert memory.stash < 0.6 * plain(name)[1].stash == 0.6 * memory.stash_without
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_long(NAMES, "bert"))
 @settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_plans_change_no_bit(name, data):
@@ -88,6 +91,7 @@ def test_a_plan_that_does_not_fit_says_what_there_is(plan, words):
     assert all(word in str(error.value) for word in words)
 
 
+@pytest.mark.long
 def test_sizes_that_can_change_stand_in_the_savings():
     memory = one_step("bert", {"level": 0}, engine={"dynamic_shapes": True}, **ALL_ROWS)[1]
     saving = sympy.sympify(row(memory, "BiasGelu+").symbolic)
@@ -95,6 +99,7 @@ def test_sizes_that_can_change_stand_in_the_savings():
     assert saving.subs(memory.symbols) == row(memory, "BiasGelu+").saving
 
 
+@pytest.mark.long
 def test_other_lengths_compile_nothing_and_stay_right():
     eager, ours = pair(model_and_batch("bert")[0], {"memory": {"level": 1}, "observe": {"log_level": "error"}})
     batch = model_and_batch("bert")[1]
@@ -104,7 +109,7 @@ def test_other_lengths_compile_nothing_and_stay_right():
     assert ort_accel.report(ours).counters["compilations"] == 4
 
 
-@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("level", mostly_long([0, 1], 1))
 def test_checkpointing_in_the_model_is_understood(level):
     model = accelerated("bert", {"level": level})
     model.gradient_checkpointing_enable()

@@ -15,6 +15,7 @@ from ort_accel.cli.main import app
 from ort_accel.subscribers import StatisticsSubscriber, SubscriberManager
 from ort_accel.subscribers.comparison import compare, first_divergence
 from ort_accel.subscribers.statistics import statistics_of
+from tests.tiers import mostly_long
 
 SIZES = {
     "vocab_size": 50,
@@ -52,7 +53,7 @@ def recorded(make, folder, accelerated, plant=None):
     return folder
 
 
-@pytest.mark.parametrize("make", [bert, llama])
+@pytest.mark.parametrize("make", mostly_long([bert, llama], bert))
 def test_eager_and_the_engine_agree_and_a_planted_bug_is_named(make, tmp_path):
     eager = recorded(make, tmp_path / "eager", accelerated=False)
     engine = recorded(make, tmp_path / "engine", accelerated=True)

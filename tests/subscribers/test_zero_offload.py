@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from functools import cache
 
 import pytest
 from torch import nn
@@ -9,18 +10,29 @@ from torch import nn
 import ort_accel
 from ort_accel.subscribers import SubscriberManager, ZeROOffloadSubscriber
 from tests.ranks import run_ranks
+from tests.tiers import mostly_long
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-UNDER_STAGE_3 = ["llama", "bert", "lora", "checkpointing", "skipping", "offloaded"]
+LONG = ["bert", "lora", "checkpointing", "stage 0", "stage 1", "evaluation"]
+OTHERS = ["llama", "skipping", "offloaded", "stage 2", "refusals"]
+UNDER_STAGE_3 = mostly_long(
+    ["llama", "bert", "lora", "checkpointing", "skipping", "offloaded"], "llama", "skipping", "offloaded"
+)
+UNDER_OTHERS = mostly_long(["stage 0", "stage 1", "stage 2"], "stage 2")
 ROUNDING = {"rel": 1e-6, "abs": 2e-6}
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    """What both processes saw."""
-    folder = tmp_path_factory.mktemp("zero")
-    run_ranks("tests.subscribers.zero_worker", folder, timeout=900.0)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+def see(tmp_path_factory):
+    """What both processes saw of one of the runs, all of which that take as long start together."""
+
+    @cache
+    def started(*names):
+        folder = tmp_path_factory.mktemp("zero")
+        run_ranks("tests.subscribers.zero_worker", folder, *names, timeout=900.0)
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+    return lambda name: [process[name] for process in started(*(LONG if name in LONG else OTHERS))]
 
 
 def effects(report):
@@ -28,21 +40,20 @@ def effects(report):
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("name", [*UNDER_STAGE_3, "stage 0", "stage 1", "stage 2"])
-def test_losses_and_weights_equal_those_without_the_engine(seen, name):
-    for process in seen:
-        run = process[name]
+@pytest.mark.parametrize("name", [*UNDER_STAGE_3, *UNDER_OTHERS])
+def test_losses_and_weights_equal_those_without_the_engine(see, name):
+    runs = see(name)
+    for run in runs:
         assert run["mine"] == pytest.approx(run["stock"], **ROUNDING)
         assert run["stock"][0] != run["stock"][2], "nothing was learned"
         assert run["furthest"] < 2e-6
-    assert seen[0][name]["stock"] != seen[1][name]["stock"] or name in {"skipping", "offloaded"}
+    assert runs[0]["stock"] != runs[1]["stock"] or name in {"skipping", "offloaded"}
 
 
 @needs_deepspeed
 @pytest.mark.parametrize("name", UNDER_STAGE_3)
-def test_no_more_is_gathered_than_two_layers_and_the_embeddings(seen, name):
-    for process in seen:
-        run = process[name]
+def test_no_more_is_gathered_than_two_layers_and_the_embeddings(see, name):
+    for run in see(name):
         most = 2 * run["layer"] + run["tables"]
         assert run["looks"] > 100
         assert run["layer"] < run["live"] <= most, "the next layer is gathered while one computes, and no other"
@@ -55,39 +66,40 @@ def test_no_more_is_gathered_than_two_layers_and_the_embeddings(seen, name):
     ("name", "graphs"),
     [
         ("llama", 8),  # decoder layers and the head, forward and backward, for fixed and for open sizes
-        ("checkpointing", 4),
+        pytest.param("checkpointing", 4, marks=pytest.mark.long),
         ("skipping", 4),  # the first layer's input needs no gradient
     ],
 )
-def test_layers_that_are_alike_share_one_pair_of_graphs(seen, name, graphs):
-    for process in seen:
-        assert process[name]["report"]["counters"]["compilations"] == graphs
+def test_layers_that_are_alike_share_one_pair_of_graphs(see, name, graphs):
+    for run in see(name):
+        assert run["report"]["counters"]["compilations"] == graphs
 
 
 @needs_deepspeed
-def test_the_report_says_what_is_gathered(seen):
-    effect = effects(seen[0]["llama"]["report"])["distributed.zero3"]
+def test_the_report_says_what_is_gathered(see):
+    effect = effects(see("llama")[0]["report"])["distributed.zero3"]
     assert effect.startswith("5 layers (Linear, LlamaDecoderLayer) are gathered one by one, and one ahead")
     assert effect.endswith("the largest has 9,280 parameters")
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_model_that_is_not_partitioned_has_one_pair_of_graphs(seen, stage):
-    report = seen[0][f"stage {stage}"]["report"]
+@pytest.mark.parametrize("name", UNDER_OTHERS)
+def test_a_model_that_is_not_partitioned_has_one_pair_of_graphs(see, name):
+    report = see(name)[0]["report"]
     assert report["counters"]["compilations"] == 2
     assert "a graph break" not in {fallback["op"] for fallback in report["fallbacks"]}
 
 
+@pytest.mark.long
 @needs_deepspeed
-def test_evaluation_saving_and_restoring_are_those_of_deepspeed(seen):
-    for process in seen:
-        run = process["evaluation"]
+def test_evaluation_saving_and_restoring_are_those_of_deepspeed(see):
+    runs = see("evaluation")
+    for run in runs:
         assert run["mine"] == pytest.approx(run["stock"], **ROUNDING)
         assert run["live after evaluation"] == 0
         assert run["again from the checkpoint"] == pytest.approx(run["restored"], **ROUNDING)
-    assert seen[0]["evaluation"]["same keys"]
-    assert seen[0]["evaluation"]["furthest"] < 2e-6
+    assert runs[0]["same keys"]
+    assert runs[0]["furthest"] < 2e-6
 
 
 @needs_deepspeed
@@ -99,12 +111,12 @@ def test_evaluation_saving_and_restoring_are_those_of_deepspeed(seen):
         ("lacking", "lacks DeepSpeedZeRoOffload.a_method_of_later"),
     ],
 )
-def test_what_cannot_run_by_layers_trains_as_deepspeed_does_and_says_why(seen, name, reason):
-    for process in seen:
-        run = process["refusals"][name]
+def test_what_cannot_run_by_layers_trains_as_deepspeed_does_and_says_why(see, name, reason):
+    for refused, plain in zip(see("refusals"), see("skipping"), strict=True):
+        run = refused[name]
         assert (run["name"], run["state"]) == ("engine", "refused")
         assert reason in run["reason"]
-        assert run["losses"] == process["skipping"]["stock"][:4]
+        assert run["losses"] == plain["stock"][:4]
 
 
 def test_a_model_that_is_not_partitioned_is_refused():

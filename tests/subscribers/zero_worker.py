@@ -3,6 +3,7 @@
 import json
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -251,19 +252,25 @@ def refusals(rank):
     return found
 
 
-def main(rank, folder):
+def runs(rank, folder):
+    offloaded = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    return {
+        **{name: partial(stage_3, name, rank) for name in MODELS},
+        "offloaded": partial(stage_3, "skipping", rank, **offloaded),
+        **{f"stage {stage}": partial(whole_model, rank, stage) for stage in (0, 1, 2)},
+        "evaluation": partial(evaluation, rank, folder),
+        "refusals": partial(refusals, rank),
+    }
+
+
+def main(rank, folder, *names):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of torch about deepspeed, once a call
     deepspeed.init_distributed("gloo")
-    seen = {name: stage_3(name, rank) for name in MODELS}
-    offloaded = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
-    seen["offloaded"] = stage_3("skipping", rank, **offloaded)
-    seen |= {f"stage {stage}": whole_model(rank, stage) for stage in (0, 1, 2)}
-    seen["evaluation"] = evaluation(rank, folder)
-    seen["refusals"] = refusals(rank)
+    seen = {name: runs(rank, folder)[name]() for name in names}
     Path(folder, f"{rank}.json").write_text(json.dumps(seen))
     end(0)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), *sys.argv[2:])
