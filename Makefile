@@ -31,8 +31,8 @@ test: lint test-training test-inference ## What CI runs: all checks, and the tes
 test-training: .venv/.ready ## Of the whole project, on onnxruntime-training
 	.venv/bin/python -m pytest $(TEAM) -m "not long"
 
-test-inference: .venv-inference/.ready ## Those of operators, sessions and models, on plain onnxruntime
-	.venv-inference/bin/python -m pytest $(TEAM) -m "not long" tests/lowering tests/runtime tests/models
+test-inference: .venv-inference/.ready ## Those of operators, sessions and training, on plain onnxruntime
+	.venv-inference/bin/python -m pytest $(TEAM) -m "not long" tests/lowering tests/runtime tests/engine/test_training.py
 
 test-all: lint setup ## All tests, on both runtimes
 	.venv/bin/python -m pytest $(TEAM)

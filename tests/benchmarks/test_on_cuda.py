@@ -20,6 +20,7 @@ def bench():
     return Bench(torch.device("cpu"), tiny=True)
 
 
+@pytest.mark.long
 def test_a_model_with_padding_and_dropout_is_eagers(bench):
     size = bench.workload("bert", layers=1, density=0.5, dropout=0.2)
     assert fault_of(bench, size, "fp32", density={"padding": True}) == ""

@@ -50,12 +50,14 @@ def test_fewer_layers_have_fewer_nodes(folder):
     assert nodes(whole, "forward 0") > nodes(part, "forward 0") > 0
 
 
+@pytest.mark.long
 def test_the_size_of_the_batch_counts(folder):
     small, large = explained(str(folder)), explained(str(folder), "--batch", "4")
     flops = [sum(segment["flops"] for segment in report["segments"]) for report in (small, large)]
     assert flops[1] == 2 * flops[0]
 
 
+@pytest.mark.long
 def test_the_configuration_is_obeyed(folder, tmp_path):
     file = tmp_path / "x.yaml"
     file.write_text("engine:\n  run_in_pytorch: [aten.gelu]\n")

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import mostly_long
-
 FOLDER = Path(__file__).parents[2] / "examples" / "hf"
 SAMPLES = ["--max_train_samples=8", "--max_eval_samples=8", "--per_device_train_batch_size=4", "--compare_eager"]
 STEPS = ["--max_steps=3", "--logging_steps=1"]
@@ -34,7 +32,8 @@ def measured(output):
     }
 
 
-@pytest.mark.parametrize("name", mostly_long(SMALL, "accelerate_loop"))
+@pytest.mark.long
+@pytest.mark.parametrize("name", SMALL)
 def test_both_columns_show_the_same_losses(tmp_path, name):
     pytest.importorskip("peft" if name == "run_lora" else "transformers")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(FOLDER.parents[1])}

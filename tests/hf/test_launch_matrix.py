@@ -13,9 +13,9 @@ from transformers import AutoModelForSequenceClassification, set_seed
 from tests.hf import launched
 from tests.hf.launched import EVERY_STEP, STEPS
 from tests.hf.tiny import ROOT, arguments, losses, make, reviews, train
-from tests.tiers import mostly_long
 
 pytest.importorskip("peft")
+pytestmark = pytest.mark.long
 
 WAYS = {
     "ort-accel launch": ["-m", "ort_accel", "launch", "--cpu"],
@@ -47,7 +47,7 @@ def eager(tmp_path_factory):
     }
 
 
-@pytest.fixture(scope="module", params=mostly_long(WAYS, "ort-accel launch"))
+@pytest.fixture(scope="module", params=WAYS)
 def run(request, eager, tmp_path_factory):
     """One process for each way: it trains, dies and resumes, and writes down what it found."""
     folder = tmp_path_factory.mktemp("launched")

@@ -87,7 +87,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", mostly_long(MODELS, "a decoder with tied weights"))
 def test_odd_batches_give_what_they_give_in_eager(kind):
     set_seed(0)
     eager, ours = pair(MODELS[kind]())

@@ -85,7 +85,8 @@ def test_lora_trains_and_loads_into_plain_peft(tmp_path, side):
     assert losses(resumed) == pytest.approx(losses(eager), abs=1e-5)
 
 
-@pytest.mark.parametrize("side", mostly_long(OURS, "callback"))
+@pytest.mark.long
+@pytest.mark.parametrize("side", OURS)
 def test_a_search_finds_what_eager_finds(tmp_path, side):
     optuna = pytest.importorskip("optuna")
 

@@ -23,9 +23,7 @@ def row(memory, cluster):
     return next(row for row in memory.plans if row.cluster == cluster)
 
 
-@pytest.mark.parametrize(
-    ("name", "level"), mostly_long([*((name, 1) for name in NAMES), ("bert", 2)], ("bert", 1), ("bert", 2))
-)
+@pytest.mark.parametrize(("name", "level"), mostly_long([*((name, 1) for name in NAMES), ("bert", 2)], ("bert", 1)))
 def test_levels_keep_less_and_change_no_bit(name, level):
     trace, memory = one_step(name, {"level": level})
     assert_same_bits(trace, plain(name)[0])
