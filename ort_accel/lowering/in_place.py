@@ -23,11 +23,11 @@ def dying_operands(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> dict[
 
     Its memory was made by this segment, and this node is the last to read it, or any view of it.
     """
-    order = {node: position for position, node in enumerate(nodes)}
+    order, kept = {node: position for position, node in enumerate(nodes)}, set(wanted)
     found: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         if _is_elementwise(node):
-            dying = (operand for operand in _operands(node) if _dies(operand, node, order, set(wanted)))
+            dying = (operand for operand in _operands(node) if _dies(operand, node, order, kept))
             if (operand := next(dying, None)) is not None:
                 found[node] = operand
     return found
@@ -70,13 +70,9 @@ def _dies(operand: fx.Node, reader: fx.Node, order: dict[fx.Node, int], wanted: 
 
 
 def _is_last(chain: Sequence[fx.Node], reader: fx.Node, order: dict[fx.Node, int], wanted: set[fx.Node]) -> bool:
-    allowed = {*chain, reader}
-    for node in chain:
-        if node in wanted:
-            return False
-        for user in node.users:
-            if user in allowed or user not in order:
-                continue
-            if is_view(user) or order[user] > order[reader]:
-                return False
-    return True
+    """Whether this reader is the last of a chain of views, and reads its first alone: others may have another order."""
+    _, *behind = chain
+    if any(node in wanted for node in chain) or any(reader in node.users for node in behind):
+        return False
+    others = {user for node in chain for user in node.users if user in order} - {*chain, reader}
+    return not any(is_view(user) or order[user] > order[reader] for user in others)

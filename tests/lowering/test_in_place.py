@@ -40,6 +40,7 @@ KEPT: dict[str, Function] = {
     "a transposed one": lambda a, b: ((a @ b).t() + a,),
     "for what is no work by element": lambda a, b: ((a @ b) @ b,),
     "for a draw": lambda a, b: (torch.normal(a @ b, b.abs()),),
+    "beside what it shows in another order": lambda a, b: next((c.t() + c,) for c in [a.t().tanh()]),
     "an expanded one": lambda a, b: ((a @ b)[:1].expand(4, 4) + a,),
 }
 
