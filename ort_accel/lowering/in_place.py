@@ -15,7 +15,7 @@ from torch import fx
 from ort_accel.lowering.layouts import is_plain
 from ort_accel.lowering.nodes import is_random, is_view
 from ort_accel.lowering.pooled_results import with_place
-from ort_accel.lowering.sizes import known_equal
+from ort_accel.lowering.sizes import same_shape
 
 
 def dying_operands(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -57,8 +57,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 def _are_alike(value: Any, result: torch.Tensor) -> bool:
     if not isinstance(value, torch.Tensor) or (value.dtype, value.device) != (result.dtype, result.device):
         return False
-    is_same_size = value.ndim == result.ndim and all(map(known_equal, value.shape, result.shape))
-    return is_same_size and is_plain(value) and is_plain(result)
+    return same_shape(value.shape, result.shape) and is_plain(value) and is_plain(result)
 
 
 def _dies(operand: fx.Node, reader: fx.Node, order: dict[fx.Node, int], wanted: set[fx.Node]) -> bool:

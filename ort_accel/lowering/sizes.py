@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -30,6 +30,11 @@ def known_equal(one: Size, other: Size) -> bool:
     if isinstance(first, int) or isinstance(second, int):
         return False
     return _always_equal(first, second)
+
+
+def same_shape(one: Sequence[Size], other: Sequence[Size]) -> bool:
+    """Whether two shapes are known to be the same."""
+    return len(one) == len(other) and all(map(known_equal, one, other))
 
 
 @lru_cache(maxsize=4096)

@@ -9,16 +9,11 @@ import torch
 
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, axis
 from ort_accel.lowering.registry import lowers
-from ort_accel.lowering.sizes import Size, known_equal
+from ort_accel.lowering.sizes import Size, same_shape
 
 aten = torch.ops.aten
 
 FAR = 2**63 - 1
-
-
-def same_shape(one: Sequence[Size], other: Sequence[Size]) -> bool:
-    """Whether two shapes are known to be the same."""
-    return len(one) == len(other) and all(map(known_equal, one, other))
 
 
 @lowers(
