@@ -1,5 +1,6 @@
 """A module of the tests in several processes that train together, none of which can hang."""
 
+import json
 import os
 import signal
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +45,26 @@ def run_ranks(module, *arguments, ranks=2, timeout=600.0, **variables):
         said = [output.read_text()[-6000:] for output in outputs]
     ends = [f"rank {rank} ended with {code}\n{text}" for rank, (code, text) in enumerate(zip(codes, said, strict=True))]
     assert not any(codes), "\n".join(ends)
+
+
+def runs_in_ranks(module, folders, *groups, timeout=600.0):
+    """A function that gives what both processes saw of one of the runs that a module knows by name.
+
+    The runs of a group start together, when the first of them is asked for. Each process leaves RANK.json in the folder
+    that it is given, with all of them.
+    """
+
+    @cache
+    def seen(group):
+        folder = folders.mktemp("ranks")
+        run_ranks(module, folder, *groups[group], timeout=timeout)
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+    def of(name):
+        (group,) = (place for place, names in enumerate(groups) if name in names)
+        return [process[name] for process in seen(group)]
+
+    return of
 
 
 def _wait(processes, timeout):

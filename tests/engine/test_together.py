@@ -1,14 +1,12 @@
 """Processes that train together: what one does otherwise hurts no result, and nobody waits for one that is gone."""
 
-import json
 import signal
-from functools import cache
 
 import pytest
 
 from tests.engine.together import end_badly
 from tests.forked import START
-from tests.ranks import run_ranks
+from tests.ranks import runs_in_ranks
 from tests.tiers import mostly_long
 
 LONG = ["checkpointing by layers"]
@@ -19,16 +17,8 @@ ROUNDING = {"rel": 1e-5, "abs": 1e-5}
 
 @pytest.fixture(scope="module")
 def see(tmp_path_factory):
-    """What both processes saw of one of the runs, all of which that take as long start together."""
-
-    @cache
-    def started(*names):
-        folder = tmp_path_factory.mktemp("together")
-        run_ranks("tests.engine.together", folder, *names)
-        return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
-
     others = ["net by layers", "net by parts of layers", *UNEVEN]
-    return lambda name: [process[name] for process in started(*(LONG if name in LONG else others))]
+    return runs_in_ranks("tests.engine.together", tmp_path_factory, LONG, others)
 
 
 @pytest.mark.parametrize("name", [*SHARDED, *UNEVEN])

@@ -1,15 +1,13 @@
 """Models under ZeRO in two processes: on the engine they learn what they learn without it, layer by layer."""
 
 import importlib.util
-import json
-from functools import cache
 
 import pytest
 from torch import nn
 
 import ort_accel
 from ort_accel.subscribers import SubscriberManager, ZeROOffloadSubscriber
-from tests.ranks import run_ranks
+from tests.ranks import runs_in_ranks
 from tests.tiers import mostly_long
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -24,15 +22,7 @@ ROUNDING = {"rel": 1e-6, "abs": 2e-6}
 
 @pytest.fixture(scope="module")
 def see(tmp_path_factory):
-    """What both processes saw of one of the runs, all of which that take as long start together."""
-
-    @cache
-    def started(*names):
-        folder = tmp_path_factory.mktemp("zero")
-        run_ranks("tests.subscribers.zero_worker", folder, *names, timeout=900.0)
-        return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
-
-    return lambda name: [process[name] for process in started(*(LONG if name in LONG else OTHERS))]
+    return runs_in_ranks("tests.subscribers.zero_worker", tmp_path_factory, LONG, OTHERS, timeout=900.0)
 
 
 def effects(report):
