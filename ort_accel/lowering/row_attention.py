@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ort_accel.lowering.attention_precision import BACKWARD, FORWARD, is_faster_wide
+
 aten = torch.ops.aten
 
 FULL, CAUSAL, MASKED = range(3)
@@ -149,10 +151,10 @@ def attention(
         return _by_products(query, key, value, pairs, keep, scale)
     out = query.new_zeros((*query.shape[:2], value.shape[2]))
     logsumexp = query.new_zeros(query.shape[:2], dtype=_wide(query))
-    for count, q, k, is_causal, added, _ in pairs.runs(query.dtype):
-        given = (_batch(item, count) for item in (query[q], key[k], value[k]))
-        how = {"is_causal": is_causal, "attn_mask": added, "scale": scale}
-        part, sums = aten._scaled_dot_product_flash_attention_for_cpu(*given, **how)
+    for run in pairs.runs(query.dtype):
+        q, k = run.queries, run.keys
+        given, how = _for_kernel(FORWARD, run, (query[q], key[k], value[k]))
+        part, sums = FORWARD(*given, **how, scale=scale)
         out[q] = part.transpose(1, 2).flatten(0, 1)
         logsumexp[q] = sums.transpose(1, 2).flatten(0, 1)
     return out, logsumexp
@@ -178,10 +180,10 @@ def attention_backward(
     if not _is_fused(query, kept):
         return _by_products_backward(grad, query, key, value, pairs, keep, scale)
     grads = query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
-    for count, q, k, is_causal, added, _ in pairs.runs(query.dtype):
-        given = (_batch(item, count) for item in (grad[q], query[q], key[k], value[k], out[q]))
-        sums, how = _batch(logsumexp[q], count), {"is_causal": is_causal, "attn_mask": added, "scale": scale}
-        parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, sums, 0.0, **how)
+    for run in pairs.runs(query.dtype):
+        q, k = run.queries, run.keys
+        given, how = _for_kernel(BACKWARD, run, (grad[q], query[q], key[k], value[k], out[q]))
+        parts = BACKWARD(*given, _batch(logsumexp[q], run.sequences), 0.0, **how, scale=scale)
         for whole, where, part in zip(grads, (q, k, k), parts, strict=True):
             whole[where] = part.transpose(1, 2).flatten(0, 1)
     return grads
@@ -190,6 +192,16 @@ def attention_backward(
 def _is_fused(query: Tensor, kept: Tensor | None) -> bool:
     """Whether PyTorch has a kernel that is fast for short sequences: it has one for the CPU, without dropout."""
     return query.device.type == "cpu" and kept is None
+
+
+def _for_kernel(kernel: Any, run: _Run, rows: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
+    """What the kernel is called with: rows as sequences, in the type in which it is faster, and how they attend."""
+    given, mask = [_batch(item, run.sequences) for item in rows], run.mask
+    dtype, tokens = given[0].dtype, max(item.shape[2] for item in given)
+    if is_faster_wide(kernel, dtype, tokens):
+        given = [item.to(torch.float32) for item in given]
+        mask = None if mask is None else mask.to(torch.float32)
+    return given, {"is_causal": run.is_causal, "attn_mask": mask}
 
 
 def _batch(rows: Tensor, count: int) -> Tensor:
