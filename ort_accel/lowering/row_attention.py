@@ -57,16 +57,34 @@ class _Sequence(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Sequences that follow each other and are alike: their rows, and what is known of their pairs."""
+    """Sequences that follow each other and are alike."""
 
-    sequences: int
-    queries: slice
-    keys: slice
-    is_causal: bool
-    mask: Tensor | None
-    """What is added to the scores."""
-    kept: Tensor | None
-    """What the weights are multiplied by: 1 where one is kept, 0 where it is dropped."""
+    alike: Sequence[_Sequence]
+    known: _Pairs
+
+    @property
+    def sequences(self) -> int:
+        return len(self.alike)
+
+    @property
+    def is_causal(self) -> bool:
+        return self.alike[0].kind == CAUSAL
+
+    def mask(self, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the scores."""
+        mask = self.known.mask if self.alike[0].kind == MASKED else None
+        return None if mask is None else _added(self._part(mask), dtype)
+
+    def kept(self) -> Tensor | None:
+        """What the weights are multiplied by: 1 where one is kept, 0 where it is dropped."""
+        kept = self.known.kept
+        return None if kept is None else self._part(kept).view(torch.uint8)
+
+    def _part(self, pairs: Tensor) -> Tensor:
+        """What [batch, heads, queries, keys] has for these sequences."""
+        first, last = self.alike[0], self.alike[-1]
+        part = pairs[first.number : last.number + 1] if pairs.shape[0] > 1 else pairs
+        return first.keys.of(first.queries.of(part, 2), 3)
 
 
 @dataclass(frozen=True)
@@ -79,17 +97,18 @@ class _Pairs:
     mask: Tensor | None
     kept: Tensor | None
 
-    def runs(self, dtype: torch.dtype, most: int | None = None) -> Iterator[_Run]:
+    def runs(self, most: int | None = None) -> list[_Run]:
         """All sequences that have queries and keys. A batch without padding is one run, or several where a run is to
         have so many pairs at most."""
+        found = []
         for _, group in groupby(self._sequences(), key=self._form):
             alike = list(group)
             pairs = alike[0].pairs
             if not pairs:
                 continue
             size = len(alike) if most is None else max(1, most // pairs)
-            for start in range(0, len(alike), size):
-                yield self._run(alike[start : start + size], dtype)
+            found += [_Run(alike[start : start + size], self) for start in range(0, len(alike), size)]
+        return found
 
     def _sequences(self) -> Iterator[_Sequence]:
         queries, keys = self.query_rows.tolist(), self.key_rows.tolist()
@@ -106,31 +125,12 @@ class _Pairs:
         starts = [side.first % pairs.shape[dim] for pairs in known for dim, side in enumerate(sides, 2)]
         return sequence.kind, sequence.queries.length, sequence.keys.length, starts
 
-    def _run(self, alike: Sequence[_Sequence], dtype: torch.dtype) -> _Run:
-        first, last = alike[0], alike[-1]
-        mask = self.mask if first.kind == MASKED else None
-        return _Run(
-            len(alike),
-            slice(first.queries.begin, last.queries.end),
-            slice(first.keys.begin, last.keys.end),
-            first.kind == CAUSAL,
-            None if mask is None else _added(_part(mask, alike), dtype),
-            None if self.kept is None else _part(self.kept, alike).view(torch.uint8),
-        )
-
 
 def _stretch(rows: Tensor, places: Sequence[int], begin: int, end: int) -> _Stretch:
     if begin == end:
         return _Stretch(begin, end, 0, None)
     follow = places[end - 1] - places[begin] == end - 1 - begin
     return _Stretch(begin, end, places[begin], None if follow else rows[begin:end])
-
-
-def _part(pairs: Tensor, alike: Sequence[_Sequence]) -> Tensor:
-    """What [batch, heads, queries, keys] has for alike sequences."""
-    first, last = alike[0], alike[-1]
-    part = pairs[first.number : last.number + 1] if pairs.shape[0] > 1 else pairs
-    return first.keys.of(first.queries.of(part, 2), 3)
 
 
 def attention(
@@ -151,12 +151,11 @@ def attention(
         return _by_products(query, key, value, pairs, keep, scale)
     out = query.new_zeros((*query.shape[:2], value.shape[2]))
     logsumexp = query.new_zeros(query.shape[:2], dtype=_wide(query))
-    for run in pairs.runs(query.dtype):
-        q, k = run.queries, run.keys
-        given, how = _for_kernel(FORWARD, run, (query[q], key[k], value[k]))
-        part, sums = FORWARD(*given, **how, scale=scale)
-        out[q] = part.transpose(1, 2).flatten(0, 1)
-        logsumexp[q] = sums.transpose(1, 2).flatten(0, 1)
+    runs = pairs.runs()
+    given = zip(*_by_queries(runs, query), *_by_keys(runs, key, value), strict=True)
+    whole = zip(*_by_queries(runs, out, logsumexp), strict=True)
+    for run, operands, places in zip(runs, given, whole, strict=True):
+        _write(places, _fused(FORWARD, run, operands, scale=scale))
     return out, logsumexp
 
 
@@ -180,12 +179,12 @@ def attention_backward(
     if not _is_fused(query, kept):
         return _by_products_backward(grad, query, key, value, pairs, keep, scale)
     grads = query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
-    for run in pairs.runs(query.dtype):
-        q, k = run.queries, run.keys
-        given, how = _for_kernel(BACKWARD, run, (grad[q], query[q], key[k], value[k], out[q]))
-        parts = BACKWARD(*given, _batch(logsumexp[q], run.sequences), 0.0, **how, scale=scale)
-        for whole, where, part in zip(grads, (q, k, k), parts, strict=True):
-            whole[where] = part.transpose(1, 2).flatten(0, 1)
+    runs = pairs.runs()
+    slopes, queries, outs, sums = _by_queries(runs, grad, query, out, logsumexp)
+    given = zip(slopes, queries, *_by_keys(runs, key, value), outs, strict=True)
+    whole = zip(*_by_queries(runs, grads[0]), *_by_keys(runs, *grads[1:]), strict=True)
+    for run, operands, total, places in zip(runs, given, sums, whole, strict=True):
+        _write(places, _fused(BACKWARD, run, operands, total, 0.0, scale=scale))
     return grads
 
 
@@ -194,19 +193,56 @@ def _is_fused(query: Tensor, kept: Tensor | None) -> bool:
     return query.device.type == "cpu" and kept is None
 
 
-def _for_kernel(kernel: Any, run: _Run, rows: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Any]]:
-    """What the kernel is called with: rows as sequences, in the type in which it is faster, and how they attend."""
-    given, mask = [_batch(item, run.sequences) for item in rows], run.mask
-    dtype, tokens = given[0].dtype, max(item.shape[2] for item in given)
+def _fused(kernel: Any, run: _Run, operands: Sequence[Tensor], *others: Any, scale: float | None) -> Sequence[Tensor]:
+    """What the kernel gives for a run, in the type in which it is faster."""
+    dtype, tokens = operands[0].dtype, max(operand.shape[2] for operand in operands)
     if is_faster_wide(kernel, dtype, tokens):
-        given = [item.to(torch.float32) for item in given]
-        mask = None if mask is None else mask.to(torch.float32)
-    return given, {"is_causal": run.is_causal, "attn_mask": mask}
+        dtype = torch.float32
+        operands = [operand.to(dtype) for operand in operands]
+    results: Sequence[Tensor] = kernel(
+        *operands, *others, is_causal=run.is_causal, attn_mask=run.mask(dtype), scale=scale
+    )
+    return results
 
 
-def _batch(rows: Tensor, count: int) -> Tensor:
-    """Rows of [heads, ...] as [sequences, heads, length, ...]."""
-    return rows.view(count, -1, *rows.shape[1:]).transpose(1, 2)
+def _write(places: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    for place, result in zip(places, results, strict=True):
+        place.copy_(result)
+
+
+def _by_queries(runs: Sequence[_Run], *tensors: Tensor) -> list[list[Tensor]]:
+    """What each run has of tensors with a row a query, as [sequences, heads, length, ...]."""
+    return _divided(runs, [(run.alike[0].queries.begin, run.alike[-1].queries.end) for run in runs], tensors)
+
+
+def _by_keys(runs: Sequence[_Run], *tensors: Tensor) -> list[list[Tensor]]:
+    """The same with a row a key."""
+    return _divided(runs, [(run.alike[0].keys.begin, run.alike[-1].keys.end) for run in runs], tensors)
+
+
+def _divided(runs: Sequence[_Run], edges: Sequence[tuple[int, int]], tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The views of sequences that run alone are made at once: one by one they take as long as the kernel."""
+    if any(run.sequences > 1 for run in runs):
+        return [
+            [_batch(tensor[slice(*edge)], run) for edge, run in zip(edges, runs, strict=True)] for tensor in tensors
+        ]
+    sizes, places, end = [], [], 0
+    for begin, next_end in edges:
+        if begin > end:  # rows of sequences that attend to nothing
+            sizes.append(begin - end)
+        places.append(len(sizes))
+        sizes.append(next_end - begin)
+        end = next_end
+    divided = []
+    for tensor in tensors:
+        heads = tensor.transpose(0, 1).unsqueeze(0)
+        parts = torch.split_with_sizes(heads, [*sizes, tensor.shape[0] - end], 2)
+        divided.append([parts[place] for place in places])
+    return divided
+
+
+def _batch(rows: Tensor, run: _Run) -> Tensor:
+    return rows.view(run.sequences, -1, *rows.shape[1:]).transpose(1, 2)
 
 
 # As products. Sums are made in single precision at the least, and what can be done for all sequences at once is; the
@@ -227,9 +263,11 @@ def _by_products(
     wide = _wide(query)
     scaled, keys, values = query.to(wide) * _scale(query, scale), key.to(wide), value.to(wide) * _inverse(keep)
     out = scaled.new_zeros((*query.shape[:2], value.shape[2]))
-    for run in pairs.runs(wide, pairs_at_once() // query.shape[1]):
-        q, k, v = _flat(scaled[run.queries], run), _flat(keys[run.keys], run), _flat(values[run.keys], run)
-        _put(torch.bmm(_dropped(_weights(q, k, run), run), v), out[run.queries], run)
+    runs = pairs.runs(pairs_at_once() // query.shape[1])
+    given = zip(*_by_queries(runs, scaled, out), *_by_keys(runs, keys, values), strict=True)
+    for run, (each_query, place, *others) in zip(runs, given, strict=True):
+        q, k, v = map(_flat, (each_query, *others))
+        _put(torch.bmm(_dropped(_weights(q, k, run), run), v), place)
     return out.to(query.dtype), out.new_zeros(query.shape[:2])
 
 
@@ -240,15 +278,17 @@ def _by_products_backward(
     scaled, keys, values = query.to(wide) * _scale(query, scale), key.to(wide), value.to(wide) * _inverse(keep)
     grads = torch.zeros_like(scaled), torch.zeros_like(keys), torch.zeros_like(values)
     incoming = grad.to(wide)
-    for run in pairs.runs(wide, pairs_at_once() // query.shape[1]):
-        q, slope = _flat(scaled[run.queries], run), _flat(incoming[run.queries], run)
-        k, v = _flat(keys[run.keys], run), _flat(values[run.keys], run)
+    runs = pairs.runs(pairs_at_once() // query.shape[1])
+    given = zip(*_by_queries(runs, scaled, incoming), *_by_keys(runs, keys, values), strict=True)
+    whole = zip(*_by_queries(runs, grads[0]), *_by_keys(runs, *grads[1:]), strict=True)
+    for run, operands, places in zip(runs, given, whole, strict=True):
+        q, slope, k, v = map(_flat, operands)
         weights = _weights(q, k, run)
         change = _dropped(torch.bmm(slope, v.mT), run)
         change = aten._softmax_backward_data(change, weights, -1, wide)
-        _put(torch.bmm(change, k), grads[0][run.queries], run)
-        _put(torch.bmm(change.mT, q), grads[1][run.keys], run)
-        _put(torch.bmm(_dropped(weights, run).mT, slope), grads[2][run.keys], run)
+        _put(torch.bmm(change, k), places[0])
+        _put(torch.bmm(change.mT, q), places[1])
+        _put(torch.bmm(_dropped(weights, run).mT, slope), places[2])
     grads[0].mul_(_scale(query, scale))
     grads[2].mul_(_inverse(keep))
     return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
@@ -259,25 +299,25 @@ def _weights(query: Tensor, key: Tensor, run: _Run) -> Tensor:
     scores = torch.bmm(query, key.mT)
     if run.is_causal:
         scores.masked_fill_(torch.ones_like(scores[0], dtype=torch.bool).triu_(1), -torch.inf)
-    elif run.mask is not None:
-        scores.view(run.sequences, -1, *scores.shape[1:]).add_(run.mask)
+    elif (mask := run.mask(scores.dtype)) is not None:
+        scores.view(run.sequences, -1, *scores.shape[1:]).add_(mask)
     return scores.softmax(-1)
 
 
 def _dropped(weights: Tensor, run: _Run) -> Tensor:
-    if run.kept is not None:  # a product with integers of 8 bits takes a fifth of the time that filling takes
-        weights.view(run.sequences, -1, *weights.shape[1:]).mul_(run.kept)
+    if (kept := run.kept()) is not None:  # a product with integers of 8 bits takes a fifth of the time of filling
+        weights.view(run.sequences, -1, *weights.shape[1:]).mul_(kept)
     return weights
 
 
-def _flat(rows: Tensor, run: _Run) -> Tensor:
-    """[sequences * heads, length, width]. A single sequence needs one view instead of three."""
-    return rows.transpose(0, 1) if run.sequences == 1 else _batch(rows, run.sequences).flatten(0, 1)
+def _flat(batch: Tensor) -> Tensor:
+    """[sequences * heads, length, width]. For a single sequence that is a cheaper view."""
+    return batch.squeeze(0) if batch.shape[0] == 1 else batch.flatten(0, 1)
 
 
-def _put(flat: Tensor, rows: Tensor, run: _Run) -> None:
-    """The way back from `_flat`, into the rows of a whole."""
-    _batch(rows, run.sequences).copy_(flat.view(run.sequences, -1, *flat.shape[1:]))
+def _put(flat: Tensor, place: Tensor) -> None:
+    """Write [sequences * heads, length, width] to the rows of a whole."""
+    place.copy_(flat.view(place.shape))
 
 
 def _wide(query: Tensor) -> torch.dtype:

@@ -81,6 +81,7 @@ def test_single_numbers_as_indices():
 def test_no_index_at_all():
     none = torch.zeros(0, dtype=torch.long)
     assert_like_eager(lambda x, i: (x[i], x.index_select(1, i), functional.embedding(i, x[0])), CUBE, none, ort=False)
+    assert_like_eager(lambda x, i: x.index_copy(0, i, x[:0]), CUBE, none, ort=False)
 
 
 aten = torch.ops.aten
@@ -140,6 +141,29 @@ def test_scatter_keeps_the_last_of_several_values(dim):
     assert_like_eager(
         lambda x, i: (x.scatter(dim, i, x * 2), x.scatter(dim, i, 7.0)), TABLE[:4, :3].contiguous(), index
     )
+
+
+COPIES: dict[str, Callable[..., Any]] = {
+    "rows": lambda x, i: x.index_copy(0, i, x[:3] * 2),
+    "in the middle": lambda x, i: x.index_copy(1, i, x[:, :3] * 2),
+    "the last": lambda x, i: x.index_copy(-1, i, x[..., :3] * 2),
+    "one": lambda x, i: x.index_copy(0, i[0], x[:1] * 2),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+def test_copying_to_places(name, dtype):
+    assert_like_eager(COPIES[name], (CUBE * 3).to(dtype), torch.tensor([4, 0, 2]))
+
+
+@pytest.mark.parametrize("bad", [-1, 100])
+def test_copying_to_a_bad_place_is_an_error(bad):
+    lowered = Lowered(COPIES["rows"], [CUBE, torch.tensor([4, 0, 2])])
+    with pytest.raises(IndexError):
+        COPIES["rows"](CUBE, torch.tensor([4, bad, 2]))
+    with pytest.raises(Exception, match=BAD_INDEX):
+        lowered(CUBE, torch.tensor([4, bad, 2]))
 
 
 def test_scatter_with_a_negative_index_is_an_error():

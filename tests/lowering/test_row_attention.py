@@ -17,8 +17,8 @@ def slope(out):
     return torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
 
 
-def step(kind, mask, dtype, kept=None, keep=1.0):
-    tensors = tensors_of(dtype)
+def step(kind, mask, dtype, kept=None, keep=1.0, given=None):
+    tensors = given or tensors_of(dtype)
     spans = torch.tensor([[0, 3, 0, 4, kind], [3, 7, 4, 9, kind]])
     rows = torch.arange(7), torch.arange(9)
     out, _ = own.scaled_dot_product_of_rows(*tensors, spans, *rows, mask, kept, keep, 0.3)
@@ -88,9 +88,9 @@ def test_sequences_that_are_alike_run_together(kind, keep, monkeypatch):
     runs = row_attention._Pairs.runs
 
     def watched(self, *how):
-        found = list(runs(self, *how))
+        found = runs(self, *how)
         counts.append([run.sequences for run in found])
-        return iter(found)
+        return found
 
     monkeypatch.setattr(row_attention._Pairs, "runs", watched)
     together = gradients(
@@ -101,6 +101,46 @@ def test_sequences_that_are_alike_run_together(kind, keep, monkeypatch):
     alone = gradients(own.scaled_dot_product_of_rows(*tensors, spans, rows, rows, mask, kept, keep, None)[0], tensors)
     assert counts[2:] == [[1] * 5, [1] * 5]
     torch.testing.assert_close(together, alone)
+
+
+@pytest.mark.parametrize("keep", [0.7, 1.0])
+def test_a_sequence_without_keys_gives_zeros_and_the_others_what_they_give_alone(keep):
+    torch.manual_seed(0)
+    spans = torch.tensor([[0, 3, 0, 4, FULL], [3, 5, 4, 4, FULL], [5, 7, 4, 9, FULL]])
+    rows = torch.tensor([0, 1, 2, 5, 6, 10, 11]), torch.tensor([0, 1, 2, 3, 10, 11, 12, 13, 14])
+    kept = torch.rand(3, 2, 5, 5) < keep if keep < 1 else None
+    tensors = [torch.randn(count, 2, 8, dtype=torch.float64, requires_grad=True) for count in (7, 9, 9)]
+    out = own.scaled_dot_product_of_rows(*tensors, spans, *rows, None, kept, keep, None)[0]
+    grads = torch.autograd.grad(out, tensors, slope(out))
+    assert not out[3:5].any()
+    assert not grads[0][3:5].any()
+    for number, q, k in ((0, slice(0, 3), slice(0, 4)), (2, slice(5, 7), slice(4, 9))):
+        span = torch.tensor([[0, q.stop - q.start, 0, k.stop - k.start, FULL]])
+        part = None if kept is None else kept[number : number + 1]
+        own_rows = [row[where] % 5 for row, where in zip(rows, (q, k), strict=True)]
+        own_tensors = [tensor[at].detach().requires_grad_() for tensor, at in zip(tensors, (q, k, k), strict=True)]
+        alone = own.scaled_dot_product_of_rows(*own_tensors, span, *own_rows, None, part, keep, None)[0]
+        torch.testing.assert_close(out[q], alone)
+        expected = torch.autograd.grad(alone, own_tensors, slope(out)[q])
+        torch.testing.assert_close([grad[at] for grad, at in zip(grads, (q, k, k), strict=True)], list(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", [FULL, CAUSAL, MASKED], ids=["full", "causal", "masked"])
+def test_sixteen_bits_are_at_least_as_precise_as_pytorchs_kernel(kind, dtype, monkeypatch):
+    mask = mask_for(kind)
+    rounded = [tensor.detach().to(dtype) for tensor in tensors_of(torch.float32)]
+
+    def run(wide):
+        return step(kind, mask, wide, given=[tensor.to(wide).requires_grad_() for tensor in rounded])
+
+    precise, ours = run(torch.float64), run(dtype)
+    monkeypatch.setattr(row_attention, "is_faster_wide", lambda *_: False)
+    plain = run(dtype)
+    for right, one, other in zip(precise, ours, plain, strict=True):
+        assert one.dtype == other.dtype == dtype
+        error, allowed = ((found.double() - right).norm() for found in (one, other))
+        assert error <= 1.1 * allowed
 
 
 def test_sequences_whose_weights_are_many_run_a_few_at_a_time(monkeypatch):

