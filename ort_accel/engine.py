@@ -70,6 +70,8 @@ def accelerate_layers(
     device = device_of(model)
     restore(model)
     backend = Backend(config, Report(), device, parameters_stay=False, zero3=zero3, sees_steps=False)
+    if config.compute.loss_only == "auto":
+        backend.report.off("compute.loss_only", "layers run one by one, and none gives logits beside a loss")
     model._compiled_call_impl = LayeredCall(model, backend, layers, undo)
     return model
 

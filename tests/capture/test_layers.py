@@ -57,7 +57,11 @@ def test_a_model_by_layers_computes_what_eager_computes_with_one_pair_of_graphs_
     for _ in range(2):
         for expected, found in zip(step(eager, ids), step(model, ids), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert ort_accel.report(model).counters["compilations"] == 4
+    report = ort_accel.report(model)
+    assert report.counters["compilations"] == 4
+    reasons = {name: report.features[name].reason for name in ("density.labels", "density.padding", "compute.upstream")}
+    assert "no batch has been seen yet" not in reasons.values()
+    assert "layers run one by one" in report.features["compute.loss_only"].reason
 
 
 class Balanced(nn.Module):
