@@ -163,13 +163,18 @@ class _Look:
         keeps = {item.number: self._union(item) for item in plan.sets}
         if not self.fits:
             return []
+        asked: dict[int, Tensor] = {}
         changed = True
         while changed and self.fits:
             changed = False
-            for attention, queries, keys in self._front._links:
-                reached = keeps[keys.number] | self._reached(attention, keeps[queries.number])
-                changed |= bool((reached != keeps[keys.number]).any())
-                keeps[keys.number] = reached
+            for number, (attention, queries, keys) in enumerate(self._front._links):
+                asking = keeps[queries.number]
+                if asked.get(number) is asking:
+                    continue
+                asked[number] = asking
+                reached = keeps[keys.number] | self._reached(attention, asking)
+                if bool((reached != keeps[keys.number]).any()):
+                    keeps[keys.number], changed = reached, True
         return [keeps[item.number] for item in plan.sets]
 
     def _union(self, item: RowSet) -> Tensor:
