@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import ort_accel
 from ort_accel.lowering.lower_graph import Lowering, foreseen, lower_graph
+from ort_accel.lowering.tune import crossing
 from ort_accel.lowering.tune.estimate import Estimator
 from ort_accel.lowering.tune.yardsticks import CALLS, Machine, Yardstick, has_yardstick
 from ort_accel.reporting import Reason, Report, Runner
@@ -127,6 +128,12 @@ def test_it_does_not_matter_what_new_tensors_are_by_default():
         torch.set_default_dtype(torch.float32)
     assert machine.price > 0
     assert 0 < found.pytorch < 1
+
+
+def test_changing_hands_takes_as_long_as_onnxruntime_by_itself_at_least():
+    quiet = {crossing.WORK: 1.0, crossing.BOTH: 1.5, crossing.ORT: 0.1, crossing.PYTORCH: 0.01}
+    assert crossing.handover(quiet).price == 0.25
+    assert crossing.handover(quiet | {crossing.WORK: 2.0}).price == 0.05
 
 
 def test_where_nothing_can_be_measured_nothing_moves():
