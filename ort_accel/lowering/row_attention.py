@@ -267,7 +267,7 @@ def _by_products(
     given = zip(*_by_queries(runs, scaled, out), *_by_keys(runs, keys, values), strict=True)
     for run, (each_query, place, *others) in zip(runs, given, strict=True):
         q, k, v = map(_flat, (each_query, *others))
-        _put(torch.bmm(_dropped(_weights(q, k, run), run), v), place)
+        _put(torch.bmm(_dropped(_weights(q, k, run), run, run.kept()), v), place)
     return out.to(query.dtype), out.new_zeros(query.shape[:2])
 
 
@@ -283,12 +283,12 @@ def _by_products_backward(
     whole = zip(*_by_queries(runs, grads[0]), *_by_keys(runs, *grads[1:]), strict=True)
     for run, operands, places in zip(runs, given, whole, strict=True):
         q, slope, k, v = map(_flat, operands)
-        weights = _weights(q, k, run)
-        change = _dropped(torch.bmm(slope, v.mT), run)
+        weights, kept = _weights(q, k, run), run.kept()
+        change = _dropped(torch.bmm(slope, v.mT), run, kept)
         change = aten._softmax_backward_data(change, weights, -1, wide)
         _put(torch.bmm(change, k), places[0])
         _put(torch.bmm(change.mT, q), places[1])
-        _put(torch.bmm(_dropped(weights, run).mT, slope), places[2])
+        _put(torch.bmm(_dropped(weights, run, kept).mT, slope), places[2])
     grads[0].mul_(_scale(query, scale))
     grads[2].mul_(_inverse(keep))
     return grads[0].to(query.dtype), grads[1].to(key.dtype), grads[2].to(value.dtype)
@@ -304,8 +304,8 @@ def _weights(query: Tensor, key: Tensor, run: _Run) -> Tensor:
     return scores.softmax(-1)
 
 
-def _dropped(weights: Tensor, run: _Run) -> Tensor:
-    if (kept := run.kept()) is not None:  # a product with integers of 8 bits takes a fifth of the time of filling
+def _dropped(weights: Tensor, run: _Run, kept: Tensor | None) -> Tensor:
+    if kept is not None:  # a product with integers of 8 bits takes a fifth of the time of filling
         weights.view(run.sequences, -1, *weights.shape[1:]).mul_(kept)
     return weights
 

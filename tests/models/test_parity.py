@@ -63,6 +63,11 @@ def test_loss_and_every_gradient_equal_eagers(family: Family):
     assert work[Runner.ORT] > work[Runner.PYTORCH] or family.name in FEATURES_ALONE
 
 
+def named(name: str) -> Family:
+    (family,) = [family for family in FAMILIES if family.name == name]
+    return family
+
+
 def losses(model: nn.Module, family: Family, steps: int, in_bf16: bool = False) -> torch.Tensor:
     """The loss curve of a training run on a few batches of changing length, under autocast if asked for.
 
@@ -84,7 +89,7 @@ def losses(model: nn.Module, family: Family, steps: int, in_bf16: bool = False) 
 @pytest.mark.parametrize("steps", [200])
 @pytest.mark.parametrize("name", ["bert", "llama", "t5"])
 def test_a_training_run_follows_eagers_loss_curve(name: str, steps: int):
-    (family,) = [family for family in FAMILIES if family.name == name]
+    family = named(name)
     eager, ours = pair(family.build())
     expected = losses(eager, family, steps)
     torch.testing.assert_close(losses(ours, family, steps), expected, rtol=0, atol=1e-3)
@@ -93,7 +98,7 @@ def test_a_training_run_follows_eagers_loss_curve(name: str, steps: int):
 
 @pytest.mark.parametrize("name", ["bert", pytest.param("llama", marks=pytest.mark.long)])
 def test_a_training_run_in_bf16_rounds_no_worse_than_eagers(name: str):
-    (family,) = [family for family in FAMILIES if family.name == name]
+    family = named(name)
     start = family.build()
     eager, ours = pair(copy.deepcopy(start))
     steps = 100
@@ -107,7 +112,7 @@ def test_a_training_run_in_bf16_rounds_no_worse_than_eagers(name: str):
 
 @pytest.mark.long
 def test_two_identical_runs_give_identical_losses():
-    (family,) = [family for family in FAMILIES if family.name == "llama"]
+    family = named("llama")
     start = family.build()
     curves = [losses(pair(copy.deepcopy(start))[1], family, 12) for _ in range(2)]
     assert torch.equal(*curves)
