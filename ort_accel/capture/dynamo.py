@@ -1,4 +1,4 @@
-"""Dynamo's settings and counters, which are private to torch; checked with torch 2.13."""
+"""Dynamo's settings and counters, which are private to torch; checked with torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._dynamo import eval_frame, utils
@@ -26,6 +27,13 @@ SAID_ONCE = ("warning_once", "info_once", "warning_advice")
 """What transformers adds to `logging.Logger`. A text that is logged once does not divide a graph for good."""
 
 
+class _NotLogged(set[Any]):
+    """Functions in a setting of Dynamo, of whose settings torch 2.11 logs a copy; it would sort them, which fails."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> set[Any]:
+        return set()
+
+
 @contextmanager
 def capturing() -> Iterator[None]:
     """Dynamo as the engine wants it, for the call of a model. Errors of the engine come out as they are."""
@@ -36,7 +44,8 @@ def capturing() -> Iterator[None]:
             accumulated_recompile_limit=OF_ALL_MODELS,
             optimize_ddp=False,  # or a model is cut into a graph for each of the buckets that gradients are sent in
             skip_tensor_guards_with_matching_dict_tags=False,  # or torch 2.11 overlooks a parameter that thaws
-            ignore_logging_functions=torch._dynamo.config.ignore_logging_functions | once,
+            ignore_logging_functions=_NotLogged(torch._dynamo.config.ignore_logging_functions | once),
+            error_on_nested_fx_trace=False,  # or a call fails while another thread compiles; it runs in PyTorch instead
         ),
         # Equal sizes are not taken for the same size, or batch 8 x length 8 would compile code for squares.
         shape_settings.patch(use_duck_shape=False),  # type: ignore[attr-defined]

@@ -1,13 +1,16 @@
 """Dynamo is set up for training, and where it leaves code to Python is said."""
 
+import json
 import logging
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import ort_accel
 from ort_accel.capture.backend import FIXED_SIZES, registered
+from ort_accel.capture.dynamo import capturing
 from ort_accel.reporting import Reason
 from tests.against_eager import assert_step_as_eager, compilations, pair, report
 
@@ -22,6 +25,15 @@ class Branching(nn.Module):
     def forward(self, x):
         y = self.linear(x)
         return y * 2 if y.sum() > 0 else y - 1
+
+
+def test_dynamo_can_log_its_settings():
+    """As torch 2.11 does for every compilation: sets are sorted, and all of it is written as JSON."""
+    transformers.utils.logging.get_logger()
+    with capturing():
+        assert torch._dynamo.config.ignore_logging_functions
+        settings = torch._dynamo.config.get_config_copy()["ignore_logging_functions"]
+    assert json.dumps(sorted(settings)) == "[]"
 
 
 def breaks(model):

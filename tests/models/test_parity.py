@@ -14,8 +14,13 @@ from tests.against_eager import assert_step_as_eager, compilations, pair, report
 from tests.models.zoo import FAMILIES, Family
 from tests.tiers import mostly_long
 
+COPY_THEIR_CONFIGURATION = {"t5", "whisper"}
+"""Whose decoders copy it for their cache, which Dynamo follows from torch 2.13 on."""
+
 WITH_BREAKS = {"deberta-v2", "mixtral", "wav2vec2"}
 """Whose own code asks for numbers in the middle (which experts are needed, whether a layer is skipped)."""
+if torch.__version__ < (2, 13):
+    WITH_BREAKS |= COPY_THEIR_CONFIGURATION
 
 LOOPS_OVER_TOKENS = {"mamba"}
 """Whose own code repeats itself for every token, so that no capture can serve two lengths."""

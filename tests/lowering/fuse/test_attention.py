@@ -54,7 +54,9 @@ def test_results_are_at_least_as_precise_as_eagers(dtype, count, case):
         torch.testing.assert_close(given[0], expected[0], rtol=4 * torch.finfo(dtype).eps, atol=0)
         error, allowed = ((one[1] - right[1]).norm() for one in (given, expected))
         assert error <= 1.2 * allowed + 1e-6
-    assert ort_accel.report(ours).counters[COUNTER] == 2 * count  # the first shape, and open sizes
+    counters = ort_accel.report(ours).counters
+    assert counters["compilations"] in (2, 4)  # for open sizes, and mostly for the first ones before
+    assert counters[COUNTER] == count * counters["compilations"] // 2
 
 
 def test_long_attention_in_bfloat16_is_left_as_it_is():
