@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from ort_accel.lowering.assign import Assigner, Refusal, short
+from ort_accel.lowering.detours import without_detours
 from ort_accel.lowering.early_gradients import Gradients, due, split
 from ort_accel.lowering.flops import flops
 from ort_accel.lowering.fuse import fuse
@@ -76,8 +77,7 @@ def lower_graph(
 
     `bound` tells inputs that usually stay at their place, `gradients` what a backward's outputs are the gradients of.
     """
-    if lowering.fusions:
-        fuse(module.graph, lowering.report)
+    _simplify(module.graph, lowering, lowering.report)
     casts = take_out(module.graph, bound) if lowering.copies and name.startswith("forward") else []
     with lowering.report.timed("assign operators", name):
         assignment = _assignment(module.graph, lowering)
@@ -91,6 +91,12 @@ def lower_graph(
         program = _Assembly(module, lowering, name, bound, assignment, cuts).program(casts, gradients)
     _record(cuts, assignment, lowering.report, name)
     return program
+
+
+def _simplify(graph: fx.Graph, lowering: Lowering, report: Report) -> None:
+    without_detours(graph)
+    if lowering.fusions:
+        fuse(graph, report)
 
 
 def _assignment(graph: fx.Graph, lowering: Lowering) -> Assignment:
@@ -109,8 +115,7 @@ def _cuts(graph: fx.Graph, assignment: Assignment, lowering: Lowering, gradients
 
 def foreseen(module: fx.GraphModule, gradients: Gradients, lowering: Lowering) -> list[Cut]:
     """The segments that a graph would be cut into, without measuring anything. The graph is rewritten on the way."""
-    if lowering.fusions:
-        fuse(module.graph, Report())
+    _simplify(module.graph, lowering, Report())
     return _cuts(module.graph, _assignment(module.graph, lowering), lowering, gradients)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ort_accel.lowering.attention_precision import BACKWARD, FORWARD, is_faster_wide
 
@@ -16,6 +17,9 @@ aten = torch.ops.aten
 
 FULL, CAUSAL, MASKED = range(3)
 """How a sequence attends, the last number of its span: each query to all keys, to those up to it, or as a mask says."""
+
+
+Edges = Sequence[tuple[int, int]]
 
 
 class _Stretch(NamedTuple):
@@ -101,7 +105,7 @@ class _Pairs:
         """All sequences that have queries and keys. A batch without padding is one run, or several where a run is to
         have so many pairs at most."""
         found = []
-        for _, group in groupby(self._sequences(), key=self._form):
+        for _, group in groupby(_sequences(self.spans, self.query_rows, self.key_rows), key=self._form):
             alike = list(group)
             pairs = alike[0].pairs
             if not pairs:
@@ -109,12 +113,6 @@ class _Pairs:
             size = len(alike) if most is None else max(1, most // pairs)
             found += [_Run(alike[start : start + size], self) for start in range(0, len(alike), size)]
         return found
-
-    def _sequences(self) -> Iterator[_Sequence]:
-        queries, keys = self.query_rows.tolist(), self.key_rows.tolist()
-        for number, (first_query, end_query, first_key, end_key, kind) in enumerate(self.spans.tolist()):
-            asking = _stretch(self.query_rows, queries, first_query, end_query)
-            yield _Sequence(number, asking, _stretch(self.key_rows, keys, first_key, end_key), kind)
 
     def _form(self, sequence: _Sequence) -> Any:
         """What alike sequences have in common: their places, if these follow each other. Others are alone."""
@@ -124,6 +122,24 @@ class _Pairs:
         known = [pairs for pairs in (self.mask, self.kept) if pairs is not None]
         starts = [side.first % pairs.shape[dim] for pairs in known for dim, side in enumerate(sides, 2)]
         return sequence.kind, sequence.queries.length, sequence.keys.length, starts
+
+
+_KNOWN: MutableMapping[Tensor, tuple[Tensor, Tensor, list[_Sequence]]] = WeakIdKeyDictionary()
+"""Spans, while they live: all layers have the same, and reading them takes as long as a kernel."""
+
+
+def _sequences(spans: Tensor, query_rows: Tensor, key_rows: Tensor) -> list[_Sequence]:
+    """What spans say. None of the three is ever written to."""
+    known = _KNOWN.get(spans)
+    if known is not None and known[0] is query_rows and known[1] is key_rows:
+        return known[2]
+    queries, keys = query_rows.tolist(), key_rows.tolist()
+    found = []
+    for number, (first_query, end_query, first_key, end_key, kind) in enumerate(spans.tolist()):
+        asking = _stretch(query_rows, queries, first_query, end_query)
+        found.append(_Sequence(number, asking, _stretch(key_rows, keys, first_key, end_key), kind))
+    _KNOWN[spans] = query_rows, key_rows, found
+    return found
 
 
 def _stretch(rows: Tensor, places: Sequence[int], begin: int, end: int) -> _Stretch:
@@ -149,14 +165,15 @@ def attention(
     pairs = _Pairs(spans, query_rows, key_rows, mask, kept)
     if not _is_fused(query, kept):
         return _by_products(query, key, value, pairs, keep, scale)
-    out = query.new_zeros((*query.shape[:2], value.shape[2]))
-    logsumexp = query.new_zeros(query.shape[:2], dtype=_wide(query))
     runs = pairs.runs()
     given = zip(*_by_queries(runs, query), *_by_keys(runs, key, value), strict=True)
-    whole = zip(*_by_queries(runs, out, logsumexp), strict=True)
-    for run, operands, places in zip(runs, given, whole, strict=True):
-        _write(places, _fused(FORWARD, run, operands, scale=scale))
-    return out, logsumexp
+    found = [_fused(FORWARD, run, operands, scale=scale) for run, operands in zip(runs, given, strict=True)]
+    out, logsumexp = zip(*found, strict=True) if found else ((), ())
+    asking = _query_edges(runs)
+    return (
+        _joined(asking, out, (*query.shape[:2], value.shape[2]), query),
+        _joined(asking, logsumexp, query.shape[:2], query.new_empty(0, dtype=_wide(query))),
+    )
 
 
 def attention_backward(
@@ -178,14 +195,20 @@ def attention_backward(
     pairs = _Pairs(spans, query_rows, key_rows, mask, kept)
     if not _is_fused(query, kept):
         return _by_products_backward(grad, query, key, value, pairs, keep, scale)
-    grads = query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
     runs = pairs.runs()
     slopes, queries, outs, sums = _by_queries(runs, grad, query, out, logsumexp)
     given = zip(slopes, queries, *_by_keys(runs, key, value), outs, strict=True)
-    whole = zip(*_by_queries(runs, grads[0]), *_by_keys(runs, *grads[1:]), strict=True)
-    for run, operands, total, places in zip(runs, given, sums, whole, strict=True):
-        _write(places, _fused(BACKWARD, run, operands, total, 0.0, scale=scale))
-    return grads
+    found = [
+        _fused(BACKWARD, run, operands, total, 0.0, scale=scale)
+        for run, operands, total in zip(runs, given, sums, strict=True)
+    ]
+    of_query, of_key, of_value = zip(*found, strict=True) if found else ((), (), ())
+    answering = _key_edges(runs)
+    return (
+        _joined(_query_edges(runs), of_query, query.shape, query),
+        _joined(answering, of_key, key.shape, key),
+        _joined(answering, of_value, value.shape, value),
+    )
 
 
 def _is_fused(query: Tensor, kept: Tensor | None) -> bool:
@@ -205,40 +228,63 @@ def _fused(kernel: Any, run: _Run, operands: Sequence[Tensor], *others: Any, sca
     return results
 
 
-def _write(places: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    for place, result in zip(places, results, strict=True):
-        place.copy_(result)
+def _query_edges(runs: Sequence[_Run]) -> Edges:
+    """From which row up to which the queries of each run are."""
+    return [(run.alike[0].queries.begin, run.alike[-1].queries.end) for run in runs]
+
+
+def _key_edges(runs: Sequence[_Run]) -> Edges:
+    return [(run.alike[0].keys.begin, run.alike[-1].keys.end) for run in runs]
 
 
 def _by_queries(runs: Sequence[_Run], *tensors: Tensor) -> list[list[Tensor]]:
     """What each run has of tensors with a row a query, as [sequences, heads, length, ...]."""
-    return _divided(runs, [(run.alike[0].queries.begin, run.alike[-1].queries.end) for run in runs], tensors)
+    return _divided(runs, _query_edges(runs), tensors)
 
 
 def _by_keys(runs: Sequence[_Run], *tensors: Tensor) -> list[list[Tensor]]:
     """The same with a row a key."""
-    return _divided(runs, [(run.alike[0].keys.begin, run.alike[-1].keys.end) for run in runs], tensors)
+    return _divided(runs, _key_edges(runs), tensors)
 
 
-def _divided(runs: Sequence[_Run], edges: Sequence[tuple[int, int]], tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def _divided(runs: Sequence[_Run], edges: Edges, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """The views of sequences that run alone are made at once: one by one they take as long as the kernel."""
     if any(run.sequences > 1 for run in runs):
         return [
             [_batch(tensor[slice(*edge)], run) for edge, run in zip(edges, runs, strict=True)] for tensor in tensors
         ]
-    sizes, places, end = [], [], 0
-    for begin, next_end in edges:
-        if begin > end:  # rows of sequences that attend to nothing
-            sizes.append(begin - end)
-        places.append(len(sizes))
-        sizes.append(next_end - begin)
-        end = next_end
+    sizes, places = [], []
+    for gap, size in _sizes(edges):
+        sizes += [gap, size] if gap else [size]
+        places.append(len(sizes) - 1)
     divided = []
     for tensor in tensors:
         heads = tensor.transpose(0, 1).unsqueeze(0)
-        parts = torch.split_with_sizes(heads, [*sizes, tensor.shape[0] - end], 2)
+        parts = torch.split_with_sizes(heads, [*sizes, tensor.shape[0] - sum(sizes)], 2)
         divided.append([parts[place] for place in places])
     return divided
+
+
+def _joined(edges: Edges, batches: Sequence[Tensor], shape: Sequence[int], like: Tensor) -> Tensor:
+    """Rows of such a shape, in the type of another tensor, from what each run has of them, and zeros elsewhere."""
+    pieces, end = [], 0
+    for (gap, size), batch in zip(_sizes(edges), batches, strict=True):
+        if gap:
+            pieces.append(batch.new_zeros((gap, *shape[1:])))
+        pieces.append(batch.transpose(1, 2).flatten(0, 1))
+        end += gap + size
+    if end < shape[0] or not pieces:
+        pieces.append(like.new_zeros((shape[0] - end, *shape[1:])))
+    whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
+    return whole.to(like.dtype)
+
+
+def _sizes(edges: Edges) -> Iterator[tuple[int, int]]:
+    """How many rows lie in front of each run, those of sequences that attend to nothing, and how many it has."""
+    last = 0
+    for begin, end in edges:
+        yield begin - last, end - begin
+        last = end
 
 
 def _batch(rows: Tensor, run: _Run) -> Tensor:

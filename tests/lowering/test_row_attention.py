@@ -168,6 +168,58 @@ def test_sequences_whose_weights_are_many_run_a_few_at_a_time(monkeypatch):
         assert torch.equal(whole, part)
 
 
+def test_spans_are_read_once_while_they_live(monkeypatch):
+    """By all layers and their gradients; other rows, and other spans in their memory, are read anew."""
+    read = []
+    stretch = row_attention._stretch
+    monkeypatch.setattr(row_attention, "_stretch", lambda *how: read.append(1) or stretch(*how))
+    query, key, value = tensors_of(torch.float64)
+    spans, rows = torch.tensor([[0, 3, 0, 4, FULL], [3, 7, 4, 9, FULL]]), (torch.arange(7), torch.arange(9))
+
+    def result(spans, *places):
+        return own.scaled_dot_product_of_rows(query, key, value, spans, *places, None, None, 1.0, 0.3)[0]
+
+    first = result(spans, *rows).detach()
+    gradients(result(spans, *rows), [query, key, value])
+    assert len(read) == 4
+    torch.testing.assert_close(result(spans, *(row.clone() for row in rows)).detach(), first)
+    assert len(read) == 8
+    before = len(row_attention._KNOWN)
+    del spans
+    assert len(row_attention._KNOWN) == before - 1
+
+
+@pytest.mark.parametrize("kind", [FULL, CAUSAL], ids=["full", "causal"])
+def test_rows_before_between_and_behind_those_that_attend_are_zeros(kind):
+    torch.manual_seed(0)
+    spans = torch.tensor([[0, 2, 0, 0, kind], [2, 5, 2, 5, kind], [5, 7, 7, 7, kind], [7, 9, 7, 9, kind]])
+    rows = torch.tensor([0, 1, 10, 11, 12, 20, 21, 30, 31, 32])
+    tensors = [torch.randn(10, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    out = own.scaled_dot_product_of_rows(*tensors, spans, rows, rows, None, None, 1.0, None)[0]
+    found = gradients(out, tensors)
+    attending = torch.tensor([2, 3, 4, 7, 8])
+    for whole in found:
+        assert whole.shape == (10, 2, 8)
+        assert not whole.index_fill(0, attending, 0).any()
+    for where in (slice(2, 5), slice(7, 9)):
+        alone = [tensor.detach()[where].transpose(0, 1)[None].requires_grad_() for tensor in tensors]
+        expected = torch.nn.functional.scaled_dot_product_attention(*alone, is_causal=kind == CAUSAL)
+        slopes = slope(out)[where].transpose(0, 1)[None]
+        each = [expected.detach(), *torch.autograd.grad(expected, alone, slopes)]
+        for whole, part in zip(found, each, strict=True):
+            torch.testing.assert_close(whole[where].transpose(0, 1)[None], part)
+
+
+def test_no_sequence_gives_no_rows_and_none_that_attends_gives_zeros():
+    for count in (0, 3):
+        tensors = [torch.randn(count, 2, 8, requires_grad=True) for _ in range(3)]
+        spans = torch.tensor([[0, count, 0, 0, FULL]] if count else [], dtype=torch.long).view(-1, 5)
+        rows = torch.arange(count)
+        out = own.scaled_dot_product_of_rows(*tensors, spans, rows, rows, None, None, 1.0, None)[0]
+        for found in gradients(out, tensors):
+            torch.testing.assert_close(found, torch.zeros(count, 2, 8))
+
+
 def gradients(out, tensors):
     return [out.detach(), *torch.autograd.grad(out, tensors, slope(out))]
 
