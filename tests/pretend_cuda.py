@@ -47,6 +47,7 @@ def cuda_device(monkeypatch) -> Device:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda *_: made.default)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: made.current)
+    monkeypatch.setattr(torch._subclasses.fake_tensor, "init_gpu_context", lambda _: None)  # asks the driver
     create = onnxruntime.InferenceSession
 
     def on_the_cpu(model: bytes, options: Any, providers: list[Any], **how: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -17,9 +17,6 @@ aten = torch.ops.aten
 
 FULL, CAUSAL, MASKED = range(3)
 """How a sequence attends, the last number of its span: each query to all keys, to those up to it, or as a mask says."""
-
-
-Edges = Sequence[tuple[int, int]]
 
 
 class _Stretch(NamedTuple):
@@ -165,15 +162,14 @@ def attention(
     pairs = _Pairs(spans, query_rows, key_rows, mask, kept)
     if not _is_fused(query, kept):
         return _by_products(query, key, value, pairs, keep, scale)
+    out = query.new_zeros((*query.shape[:2], value.shape[2]))
+    logsumexp = query.new_zeros(query.shape[:2], dtype=_wide(query))
     runs = pairs.runs()
     given = zip(*_by_queries(runs, query), *_by_keys(runs, key, value), strict=True)
-    found = [_fused(FORWARD, run, operands, scale=scale) for run, operands in zip(runs, given, strict=True)]
-    out, logsumexp = zip(*found, strict=True) if found else ((), ())
-    asking = _query_edges(runs)
-    return (
-        _joined(asking, out, (*query.shape[:2], value.shape[2]), query),
-        _joined(asking, logsumexp, query.shape[:2], query.new_empty(0, dtype=_wide(query))),
-    )
+    whole = zip(*_by_queries(runs, out, logsumexp), strict=True)
+    for run, operands, places in zip(runs, given, whole, strict=True):
+        _write(places, _fused(FORWARD, run, operands, scale=scale))
+    return out, logsumexp
 
 
 def attention_backward(
@@ -195,20 +191,14 @@ def attention_backward(
     pairs = _Pairs(spans, query_rows, key_rows, mask, kept)
     if not _is_fused(query, kept):
         return _by_products_backward(grad, query, key, value, pairs, keep, scale)
+    grads = query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
     runs = pairs.runs()
     slopes, queries, outs, sums = _by_queries(runs, grad, query, out, logsumexp)
     given = zip(slopes, queries, *_by_keys(runs, key, value), outs, strict=True)
-    found = [
-        _fused(BACKWARD, run, operands, total, 0.0, scale=scale)
-        for run, operands, total in zip(runs, given, sums, strict=True)
-    ]
-    of_query, of_key, of_value = zip(*found, strict=True) if found else ((), (), ())
-    answering = _key_edges(runs)
-    return (
-        _joined(_query_edges(runs), of_query, query.shape, query),
-        _joined(answering, of_key, key.shape, key),
-        _joined(answering, of_value, value.shape, value),
-    )
+    whole = zip(*_by_queries(runs, grads[0]), *_by_keys(runs, *grads[1:]), strict=True)
+    for run, operands, total, places in zip(runs, given, sums, whole, strict=True):
+        _write(places, _fused(BACKWARD, run, operands, total, 0.0, scale=scale))
+    return grads
 
 
 def _is_fused(query: Tensor, kept: Tensor | None) -> bool:
@@ -228,63 +218,40 @@ def _fused(kernel: Any, run: _Run, operands: Sequence[Tensor], *others: Any, sca
     return results
 
 
-def _query_edges(runs: Sequence[_Run]) -> Edges:
-    """From which row up to which the queries of each run are."""
-    return [(run.alike[0].queries.begin, run.alike[-1].queries.end) for run in runs]
-
-
-def _key_edges(runs: Sequence[_Run]) -> Edges:
-    return [(run.alike[0].keys.begin, run.alike[-1].keys.end) for run in runs]
+def _write(places: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    for place, result in zip(places, results, strict=True):
+        place.copy_(result)
 
 
 def _by_queries(runs: Sequence[_Run], *tensors: Tensor) -> list[list[Tensor]]:
     """What each run has of tensors with a row a query, as [sequences, heads, length, ...]."""
-    return _divided(runs, _query_edges(runs), tensors)
+    return _divided(runs, [(run.alike[0].queries.begin, run.alike[-1].queries.end) for run in runs], tensors)
 
 
 def _by_keys(runs: Sequence[_Run], *tensors: Tensor) -> list[list[Tensor]]:
     """The same with a row a key."""
-    return _divided(runs, _key_edges(runs), tensors)
+    return _divided(runs, [(run.alike[0].keys.begin, run.alike[-1].keys.end) for run in runs], tensors)
 
 
-def _divided(runs: Sequence[_Run], edges: Edges, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def _divided(runs: Sequence[_Run], edges: Sequence[tuple[int, int]], tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """The views of sequences that run alone are made at once: one by one they take as long as the kernel."""
     if any(run.sequences > 1 for run in runs):
         return [
             [_batch(tensor[slice(*edge)], run) for edge, run in zip(edges, runs, strict=True)] for tensor in tensors
         ]
-    sizes, places = [], []
-    for gap, size in _sizes(edges):
-        sizes += [gap, size] if gap else [size]
-        places.append(len(sizes) - 1)
+    sizes, places, end = [], [], 0
+    for begin, next_end in edges:
+        if begin > end:  # rows of sequences that attend to nothing
+            sizes.append(begin - end)
+        places.append(len(sizes))
+        sizes.append(next_end - begin)
+        end = next_end
     divided = []
     for tensor in tensors:
         heads = tensor.transpose(0, 1).unsqueeze(0)
-        parts = torch.split_with_sizes(heads, [*sizes, tensor.shape[0] - sum(sizes)], 2)
+        parts = torch.split_with_sizes(heads, [*sizes, tensor.shape[0] - end], 2)
         divided.append([parts[place] for place in places])
     return divided
-
-
-def _joined(edges: Edges, batches: Sequence[Tensor], shape: Sequence[int], like: Tensor) -> Tensor:
-    """Rows of such a shape, in the type of another tensor, from what each run has of them, and zeros elsewhere."""
-    pieces, end = [], 0
-    for (gap, size), batch in zip(_sizes(edges), batches, strict=True):
-        if gap:
-            pieces.append(batch.new_zeros((gap, *shape[1:])))
-        pieces.append(batch.transpose(1, 2).flatten(0, 1))
-        end += gap + size
-    if end < shape[0] or not pieces:
-        pieces.append(like.new_zeros((shape[0] - end, *shape[1:])))
-    whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0].contiguous()
-    return whole.to(like.dtype)
-
-
-def _sizes(edges: Edges) -> Iterator[tuple[int, int]]:
-    """How many rows lie in front of each run, those of sequences that attend to nothing, and how many it has."""
-    last = 0
-    for begin, end in edges:
-        yield begin - last, end - begin
-        last = end
 
 
 def _batch(rows: Tensor, run: _Run) -> Tensor:

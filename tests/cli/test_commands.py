@@ -57,7 +57,8 @@ def test_a_reader_that_leaves_early_sees_no_traceback(command):
         [sys.executable, "-m", "ort_accel", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     process.stdout.close()
-    assert process.stderr.read() == ""
+    said = process.stderr.read().splitlines()
+    assert [line for line in said if "No CUDA runtime is found" not in line] == []  # a build for CUDA says so
     process.wait(timeout=120)
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 
 import pytest
+import torch
 
 from tests.ranks import run_ranks
 
@@ -36,7 +37,8 @@ def test_gradients_that_reach_zero_2_early_train_as_its_own(seen):
     for process in seen:
         run = process["early"]
         assert run["early"] == pytest.approx(run["stock"], rel=1e-4)
-        assert run["effect"] == "6 parameters get their gradients before the backward ends"
+        if torch.__version__ >= (2, 12):  # before, gradients reach DeepSpeed at the end of the backward
+            assert run["effect"] == "6 parameters get their gradients before the backward ends"
 
 
 def test_a_difference_in_one_process_keeps_the_original_in_all(seen):
