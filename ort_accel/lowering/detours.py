@@ -20,7 +20,7 @@ def without_detours(graph: fx.Graph) -> int:
     for node in list(graph.nodes):
         if (order := _order(node)) and (back := _order(node.args[0])):
             source = node.args[0].args[0]
-            if [back[place] for place in order] == sorted(order) and not _is_returned_input(node, source):
+            if [back[place] for place in order] == sorted(order) and not _must_be_another(node, source):
                 node.replace_all_uses_with(source)
                 count += 1
     for node in reversed(graph.nodes):
@@ -46,6 +46,10 @@ def _order(node: Any) -> list[int] | None:
     return None
 
 
-def _is_returned_input(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a graph would return what it was given itself, where it returned a view of it."""
-    return source.op == "placeholder" and any(user.op == "output" for user in node.users)
+def _must_be_another(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a graph returns a view of what it was given or returns itself: the caller expects two tensors."""
+    return _is_returned(node) and (source.op == "placeholder" or _is_returned(source))
+
+
+def _is_returned(node: fx.Node) -> bool:
+    return any(user.op == "output" for user in node.users)

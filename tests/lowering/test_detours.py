@@ -18,11 +18,10 @@ def transposes(module):
 
 
 def there_and_back(x):
-    y = x * 2
     return (
-        aten.t(aten.t(y[0])),
-        aten.transpose(aten.transpose(y, 0, -1), 2, 0),
-        aten.permute(aten.permute(y, [2, 0, 1]), [1, -1, 0]),
+        aten.t(aten.t(x[0] * 2)),
+        aten.transpose(aten.transpose(x * 3, 0, -1), 2, 0),
+        aten.permute(aten.permute(x * 4, [2, 0, 1]), [1, -1, 0]),
     )
 
 
@@ -75,6 +74,19 @@ def test_an_input_is_not_returned_in_place_of_its_view():
     assert without_detours(module.graph) == 0
     module.recompile()
     assert module(X[0]) is not X[0]
+
+
+def test_what_is_returned_is_not_returned_a_second_time_in_place_of_its_view():
+    def compute(x):
+        y = x * 2
+        return y, aten.t(aten.t(y)), aten.t(aten.t(y)).sum(0)
+
+    module = make_fx(compute)(X[0])
+    assert without_detours(module.graph) == 1
+    module.recompile()
+    whole, view, total = module(X[0])
+    assert view is not whole
+    torch.testing.assert_close((whole, view, total), compute(X[0]))
 
 
 def test_three_in_a_row_are_one():
