@@ -17,6 +17,7 @@ import ort_accel
 from ort_accel.errors import OptimizerError
 from ort_accel.hf import ORTTrainer, ORTTrainingArguments
 from ort_accel.optim import FP16_Optimizer
+from ort_accel.reporting import Reason
 from ort_accel.run import end
 
 CHECKS = ("has_overflow_partitioned_grads_serial", "get_grad_norm_direct")
@@ -97,8 +98,10 @@ def early_gradients(rank):
     wish = {"memory": {"early_gradient_release": True}, "compute": {"attention": "products"}}
     model = ort_accel.accelerate(engine.module, wish)
     given = losses_of(engine, optimizer, rank)
-    effect = ort_accel.report(model).features["memory.early_gradient_release"].effect
-    return {"stock": stock, "early": given, "effect": effect}
+    report = ort_accel.report(model)
+    effect = report.features["memory.early_gradient_release"].effect
+    breaks = [item.op for item in report.fallbacks if item.reason is Reason.GRAPH_BREAK]
+    return {"stock": stock, "early": given, "effect": effect, "breaks": breaks}
 
 
 def in_a_trainer(rank, folder):

@@ -37,8 +37,10 @@ def test_gradients_that_reach_zero_2_early_train_as_its_own(seen):
     for process in seen:
         run = process["early"]
         assert run["early"] == pytest.approx(run["stock"], rel=1e-4)
-        if torch.__version__ >= (2, 12):  # before, gradients reach DeepSpeed at the end of the backward
+        if torch.__version__ >= (2, 12):
             assert run["effect"] == "6 parameters get their gradients before the backward ends"
+        else:  # Dynamo cannot follow the hooks that deepspeed.initialize puts on a model
+            assert run["breaks"] == ["a graph break"]
 
 
 def test_a_difference_in_one_process_keeps_the_original_in_all(seen):
