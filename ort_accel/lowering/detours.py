@@ -11,39 +11,31 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_accel.lowering.nodes import order_of
+
 aten = torch.ops.aten
+
+TRANSPOSES = {aten.t.default, aten.transpose.int, aten.permute.default}
 
 
 def without_detours(graph: fx.Graph) -> int:
     """Read a tensor instead of the transpose of its transpose; returns how often."""
     count = 0
     for node in list(graph.nodes):
-        if (order := _order(node)) and (back := _order(node.args[0])):
-            source = node.args[0].args[0]
-            if [back[place] for place in order] == sorted(order) and not _must_be_another(node, source):
-                node.replace_all_uses_with(source)
-                count += 1
+        if not _is_transpose(node) or not _is_transpose(inner := node.args[0]):
+            continue
+        back, order, source = order_of(inner), order_of(node), inner.args[0]
+        if [back[place] for place in order] == sorted(order) and not _must_be_another(node, source):
+            node.replace_all_uses_with(source)
+            count += 1
     for node in reversed(graph.nodes):
-        if not node.users and _order(node):
+        if not node.users and _is_transpose(node):
             graph.erase_node(node)
     return count
 
 
-def _order(node: Any) -> list[int] | None:
-    """Where each dimension of a transpose comes from; None for what is none."""
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    if not isinstance(value, torch.Tensor):
-        return None
-    order = list(range(value.ndim))
-    match node.target, node.args:
-        case aten.t.default, _:
-            return order[::-1]
-        case aten.transpose.int, (_, one, other):
-            order[one], order[other] = order[other], order[one]
-            return order
-        case aten.permute.default, (_, places):
-            return [order[place] for place in places]
-    return None
+def _is_transpose(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target in TRANSPOSES
 
 
 def _must_be_another(node: fx.Node, source: fx.Node) -> bool:

@@ -51,6 +51,19 @@ def is_view(node: fx.Node) -> bool:
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
+def order_of(node: fx.Node) -> list[int]:
+    """Where each dimension of a `t`, a `transpose` or a `permute` comes from."""
+    order = list(range(node.meta["val"].ndim))
+    given: Any = node.args[1:]
+    if node.target is torch.ops.aten.permute.default:
+        return [order[dim] for dim in given[0]]
+    if node.target is torch.ops.aten.t.default or not order:
+        return order[::-1]
+    first, second = given
+    order[first], order[second] = order[second], order[first]
+    return order
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from ort_accel.lowering.nodes import order_of
 from ort_accel.lowering.sizes import expression, known_equal
 from ort_accel.rewrite.passages import (
     Dims,
@@ -107,18 +108,6 @@ def permutation(node: fx.Node, dims: Dims) -> Passage | None:
         {given: inner},
         lambda source: source.packed(given) if is_same else source.packed(given).permute([0, *places]),
     )
-
-
-def order_of(node: fx.Node) -> list[int]:
-    """The order of a permutation of dimensions."""
-    rank = rank_of(node)
-    if node.target is aten.permute.default:
-        wish: Any = node.args[1]
-        return [dim % rank for dim in wish]
-    first, second = node.args[1:] if node.target is aten.transpose.int else (0, max(rank - 1, 0))
-    order = list(range(rank))
-    order[int(first)], order[int(second)] = order[int(second)], order[int(first)]
-    return order
 
 
 @RULES.of(aten.unsqueeze)

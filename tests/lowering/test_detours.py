@@ -89,6 +89,13 @@ def test_what_is_returned_is_not_returned_a_second_time_in_place_of_its_view():
     torch.testing.assert_close((whole, view, total), compute(X[0]))
 
 
+def test_a_number_can_be_transposed_too():
+    module = make_fx(lambda x: aten.transpose(aten.t(x * 2), 0, -1))(torch.tensor(3.0))
+    assert without_detours(module.graph) == 1
+    module.recompile()
+    assert module(torch.tensor(3.0)) == 6
+
+
 def test_three_in_a_row_are_one():
     module = make_fx(lambda x: aten.t(aten.t(aten.t(x * 2))))(X[0])
     assert without_detours(module.graph) == 1
