@@ -16,7 +16,7 @@ from ort_accel.capture.features import refuse_missing
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.reporting import Report
-from ort_accel.subscribers.zero_offload import accelerate_partitioned, is_partitioned, offload_in
+from ort_accel.subscribers.zero_offload import accelerate_partitioned, is_partitioned, zero_in
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,8 +46,8 @@ def activate(model: nn.Module, config: Config, optimizer: Any = None, earlier: M
     """
     if not config.engine.enabled:
         return
-    if is_partitioned(model) and (offload := offload_in(optimizer)) is not None:
-        accelerate_partitioned(model, config, offload)
+    if is_partitioned(model) and (zero := zero_in(optimizer)) is not None:
+        accelerate_partitioned(model, config, zero)
     elif is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
         return
     elif earlier is None or not engine.take_over(model, earlier, config):

@@ -3,7 +3,8 @@
 DeepSpeed gathers and frees parameters in hooks of every module. Here a layer becomes one unit of that: its parameters
 are gathered before its forward and before its backward, and freed after, by DeepSpeed's own hooks around the layer's
 graph. So gradients, offloading and checkpoints stay DeepSpeed's. Which layer is gathered ahead, while another one
-computes, is decided here: DeepSpeed counts parameters for that, and would hold as many layers as it may.
+computes, is decided here: DeepSpeed counts parameters for that, and would hold as many layers as it may. The same
+holds for gradients, which it would collect for many layers before it shares them between the processes.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ FEATURE = "distributed.zero3"
 _LIMITS = ("prefetch_bucket_sz", "max_reuse_dist_in_numel")
 """Limits of DeepSpeed's own gathering ahead and keeping. Both are 0 here: that is done by layers."""
 
+_BUCKET = "reduce_bucket_size"
+"""How many numbers of gradients DeepSpeed collects before it shares them. Here it is those of one layer at most."""
+
 _OF_OFFLOAD = (
     "_remove_module_hooks",
     "setup_zero_stage3_hooks",
@@ -53,7 +57,7 @@ class ZeROOffloadSubscriber(SubscriberBase):
     """
 
     def __init__(self, deepspeed_engine: Any, config: engine.ConfigSource = None) -> None:
-        self._offload = offload_in(deepspeed_engine)
+        self._zero = zero_in(deepspeed_engine)
         self._config = config if isinstance(config, Config) else load_config(config)
         self._model: nn.Module | None = None
 
@@ -63,7 +67,7 @@ class ZeROOffloadSubscriber(SubscriberBase):
                 f"ZeRO stage 3 does not partition this {type(model).__name__}; give deepspeed.initialize "
                 '"zero_optimization": {"stage": 3}, or call ort_accel.accelerate(model)'
             )
-        accelerate_partitioned(model, self._config, self._offload)
+        accelerate_partitioned(model, self._config, self._zero)
         self._model = model
 
     def on_unsubscribe(self) -> None:
@@ -76,32 +80,31 @@ def is_partitioned(model: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_status") for parameter in model.parameters())
 
 
-def offload_in(*holders: Any) -> Any:
-    """What of DeepSpeed gathers and frees parameters, found in its engine or optimizer, wrapped or not."""
+def zero_in(*holders: Any) -> Any:
+    """ZeRO's optimizer, or what only gathers where nothing is trained: in an engine or an optimizer, wrapped or not."""
     for holder in holders:
         for candidate in _unwrapped(holder):
-            offload = getattr(candidate, "parameter_offload", candidate)
-            if hasattr(offload, "get_param_coordinator"):
-                return offload
+            if hasattr(_offload_of(candidate), "get_param_coordinator"):
+                return candidate
     return None
 
 
-def accelerate_partitioned(model: nn.Module, config: Config, offload: Any) -> None:
+def accelerate_partitioned(model: nn.Module, config: Config, zero: Any) -> None:
     """Run a model under ZeRO stage 3 on the engine, in place. Where that cannot be, it stays plain, and it is said why.
 
-    A second call with an equal configuration changes nothing.
+    `zero` is what `zero_in` found. A second call with an equal configuration changes nothing.
     """
     if engine.runs_by_layers(model) and engine.config_of(model) == config:
         return
     engine.restore(model)
     layers = layers_of(model)
-    reason = _reason_to_decline(config, offload, layers)
+    reason = _reason_to_decline(config, _offload_of(zero), layers)
     if reason:
         engine.decline(model, config, reason)
         return
-    gathering = _Gathering(offload, layers)
-    engine.accelerate_layers(model, config, layers, undo=gathering.undo, zero3=True)
     largest = max(sum(parameter.ds_numel for parameter in _parameters(layer)) for layer in layers)
+    gathering = _Gathering(zero, layers, largest)
+    engine.accelerate_layers(model, config, layers, undo=gathering.undo, zero3=True)
     how = f"{kinds_of(layers)} are gathered one by one, and one ahead"
     engine.report(model).applied(FEATURE, f"{how}; the largest has {largest:,} parameters")
 
@@ -109,6 +112,11 @@ def accelerate_partitioned(model: nn.Module, config: Config, offload: Any) -> No
 def live_parameters(model: nn.Module) -> int:
     """How many numbers of gathered parameters this process holds, beside those that DeepSpeed never partitions."""
     return sum(p.ds_numel for p in _parameters(model) if p.ds_status.name != "NOT_AVAILABLE" and not p.ds_persist)
+
+
+def _offload_of(zero: Any) -> Any:
+    """What of DeepSpeed gathers and frees parameters."""
+    return getattr(zero, "parameter_offload", zero)
 
 
 def _parameters(module: nn.Module) -> list[Any]:
@@ -164,16 +172,19 @@ class _Gathering:
     What comes next is what came next the last time: of the forward, of the backward, of a layer that is computed again.
     """
 
-    def __init__(self, offload: Any, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, zero: Any, layers: Sequence[nn.Module], largest: int) -> None:
         _capture_plain_linear()
-        self._offload, self._coordinator = offload, offload.get_param_coordinator()
+        self._offload = offload = _offload_of(zero)
+        self._coordinator = offload.get_param_coordinator()
         self._layers = tuple(layers)
         self._following: dict[_Moment, nn.Module] = {}
         self._latest: _Moment | None = None
         self._ahead: nn.Module | None = None
-        self._limits = {name: getattr(self._coordinator, _mangled(name)) for name in _LIMITS}
+        self._changed: list[tuple[Any, str, int]] = []
         for name in _LIMITS:
-            setattr(self._coordinator, _mangled(name), 0)
+            self._lower(self._coordinator, _mangled(name), 0)
+        if hasattr(zero, _BUCKET):  # an optimizer, so there are gradients
+            self._lower(zero, _BUCKET, largest)
         self._hook_anew(whole=True)
         offload.pre_sub_module_forward_function = self._before_forward
         offload.pre_sub_module_backward_function = self._before_backward
@@ -181,9 +192,15 @@ class _Gathering:
     def undo(self) -> None:
         """Leave everything as DeepSpeed had it."""
         del self._offload.pre_sub_module_forward_function, self._offload.pre_sub_module_backward_function
-        for name, value in self._limits.items():
-            setattr(self._coordinator, _mangled(name), value)
+        for owner, name, value in self._changed:
+            setattr(owner, name, value)
         self._hook_anew(whole=False)
+
+    def _lower(self, owner: Any, name: str, most: int) -> None:
+        """Set a limit of DeepSpeed to `most` where it is higher."""
+        value = getattr(owner, name)
+        self._changed.append((owner, name, value))
+        setattr(owner, name, min(value, most))
 
     def _hook_anew(self, whole: bool) -> None:
         """Let DeepSpeed put its hooks on the model again: on layers as a whole, or on all of their parts."""

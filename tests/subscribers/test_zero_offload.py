@@ -52,6 +52,13 @@ def test_no_more_is_gathered_than_two_layers_and_the_embeddings(see, name):
 
 
 @needs_deepspeed
+@pytest.mark.parametrize("name", UNDER_STAGE_3)
+def test_gradients_of_no_more_than_a_layer_wait_to_be_shared(see, name):
+    for run in see(name):
+        assert 0 < run["gradients"] <= run["layer"]
+
+
+@needs_deepspeed
 @pytest.mark.parametrize(
     ("name", "graphs"),
     [

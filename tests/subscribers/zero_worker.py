@@ -121,7 +121,7 @@ def furthest(weights_a, weights_b):
 
 
 class Watch:
-    """What is gathered, and what memory of it is alive, whenever a layer begins its forward or backward."""
+    """What is gathered, what memory of it is alive, and what gradients are, when a layer begins forward or backward."""
 
     def __init__(self, model, layers):
         self.model, self.seen, self.refs = model, [], {}
@@ -136,7 +136,8 @@ class Watch:
                 self.refs[storage._cdata] = (StorageWeakRef(storage), storage.nbytes() // 4)
         self.refs = {key: (ref, size) for key, (ref, size) in self.refs.items() if not ref.expired()}
         alive = sum(size for _, size in self.refs.values())
-        self.seen.append((zero_offload.live_parameters(self.model), alive))
+        gradients = sum(p.grad.numel() for p in self.model.parameters() if p.grad is not None)
+        self.seen.append((zero_offload.live_parameters(self.model), alive, gradients))
 
 
 def numel(module):
@@ -155,14 +156,16 @@ def stage_3(name, rank, **zero):
         watch = Watch(model, layers)
         losses = train(engine, rank, lengths=lengths)
         report = ort_accel.report(model).to_dict()
+    live, alive, gradients = map(max, zip(*watch.seen, strict=True))
     tables = [part for part in model.modules() if isinstance(part, nn.Embedding)]
     return {
         "stock": stock_losses,
         "mine": losses,
         "furthest": furthest(stock_weights, weights(model)),
         "report": report,
-        "live": max(live for live, _ in watch.seen),
-        "alive": max(alive for _, alive in watch.seen),
+        "live": live,
+        "alive": alive,
+        "gradients": gradients,
         "looks": len(watch.seen),
         "layer": max(map(numel, layers)),
         "tables": sum({id(table.weight): numel(table) for table in tables}.values()),
