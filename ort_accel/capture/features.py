@@ -95,7 +95,7 @@ OBEYED = (
 ONE_CAST = "a tensor is cast into a type once, and not into a wider type and back"
 
 FUSED = (
-    "those of ONNX Runtime, the gradient of a cross-entropy in one sweep, and PyTorch's fused attention in single "
+    "those of ONNX Runtime, the gradient of a cross-entropy in one tensor, and PyTorch's fused attention in single "
     "precision where its 16-bit kernels are slower"
 )
 

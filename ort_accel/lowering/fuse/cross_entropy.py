@@ -1,4 +1,4 @@
-"""The gradient of a cross-entropy in one sweep over the scores.
+"""The gradient of a cross-entropy in one tensor as large as the scores.
 
 PyTorch computes it in two steps: a tensor of zeros with one number in each row, and from that the softmax's gradient.
 For a vocabulary of 30,522 and 1,024 tokens each of these tensors takes 119 MiB. Together they are `softmax * share`,
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_accel.lowering.onnx_graph import OnnxGraph, Operand
-from ort_accel.lowering.ops.losses import Labels, shares
+from ort_accel.lowering.onnx_graph import HALVES, OnnxGraph, Operand
+from ort_accel.lowering.ops.losses import MEAN, Labels, shares
 from ort_accel.lowering.pooled_results import in_pool
 from ort_accel.lowering.registry import lowers
 from ort_accel.lowering.sizes import Size
@@ -31,20 +31,44 @@ def cross_entropy_backward(
     ignore_index: int,
     total_weight: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient with respect to the scores, from their log-softmax: for PyTorch, the two steps that were joined."""
-    slope = aten.nll_loss_backward(grad, logarithms, target, weight, reduction, ignore_index, total_weight)
-    result: torch.Tensor = aten._log_softmax_backward_data(slope, logarithms, 1, logarithms.dtype)
-    return result
+    """The gradient with respect to the scores, from their log-softmax."""
+    if logarithms.dtype in HALVES:  # the second step rounds once, where these would round after each operator
+        slope = aten.nll_loss_backward(grad, logarithms, target, weight, reduction, ignore_index, total_weight)
+        result: torch.Tensor = aten._log_softmax_backward_data(slope, logarithms, 1, logarithms.dtype)
+        return result
+    return _less_labels(logarithms.exp(), grad, target, weight, reduction, ignore_index, total_weight)
 
 
 def pooled_cross_entropy_gradient(grad: torch.Tensor, logarithms: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """The same, bit for bit, with both steps' results in memory of ONNX Runtime's pool where they are large."""
+    """The same, bit for bit, with large results in memory of ONNX Runtime's pool."""
     if not logarithms.is_cpu:
         plain: torch.Tensor = cross_entropy_backward(grad, logarithms, *rest)
         return plain
     dtype, sizes = logarithms.dtype, tuple(logarithms.shape)
-    slope = in_pool(aten.nll_loss_backward.default)(dtype, sizes, grad, logarithms, *rest)
-    return in_pool(aten._log_softmax_backward_data.default)(dtype, sizes, slope, logarithms, 1, dtype)
+    if dtype in HALVES:
+        slope = in_pool(aten.nll_loss_backward.default)(dtype, sizes, grad, logarithms, *rest)
+        return in_pool(aten._log_softmax_backward_data.default)(dtype, sizes, slope, logarithms, 1, dtype)
+    return _less_labels(in_pool(aten.exp.default)(dtype, sizes, logarithms), grad, *rest)
+
+
+def _less_labels(
+    softmax: torch.Tensor,
+    grad: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+) -> torch.Tensor:
+    """`softmax * share`, less the share at each label, in the memory of the softmax."""
+    labels = target.long()
+    valid = labels != ignore_index
+    places = torch.where(valid, labels, 0)
+    slope = grad / total_weight if reduction == MEAN else grad
+    share = torch.where(valid, slope if weight is None else slope * weight[places], 0)
+    column, share = places.unsqueeze(1), share.unsqueeze(1)
+    softmax.mul_(share)
+    return softmax.scatter_(1, column, softmax.gather(1, column) - share)
 
 
 JOINED = torch.ops.ort_accel.cross_entropy_backward.default

@@ -1,4 +1,4 @@
-"""The gradient of a cross-entropy takes one sweep, and is eager's."""
+"""The gradient of a cross-entropy takes one tensor of the scores' size, and is eager's."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 import ort_accel
+from ort_accel.lowering.fuse.cross_entropy import JOINED, pooled_cross_entropy_gradient
+
+aten = torch.ops.aten
 
 
 class Classifier(nn.Module):
@@ -52,3 +55,28 @@ def test_scores_that_something_else_reads_keep_both_steps():
     ours = ort_accel.accelerate(Both())
     torch.testing.assert_close(torch.autograd.grad(ours(x, labels), x)[0], expected)
     assert not ort_accel.report(ours).counters["fused cross-entropy gradient"]
+
+
+@pytest.mark.parametrize("run", [JOINED, pooled_cross_entropy_gradient], ids=["plain", "pooled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
+@pytest.mark.parametrize("weight", [None, torch.arange(7.0)], ids=["", "weighted"])
+@pytest.mark.parametrize("labels", ["some", "none", "all", "bytes"])
+def test_in_pytorch_it_gives_what_the_two_steps_give(run, dtype, reduction, weight, labels):
+    torch.manual_seed(0)
+    ignored = 255 if labels == "bytes" else -100
+    target = {
+        "some": torch.tensor([1, -100, 6, 0, -100]),
+        "none": torch.full((5,), -100),
+        "all": torch.tensor([1, 2, 6, 0, 6]),
+        "bytes": torch.tensor([1, 255, 6, 0, 255], dtype=torch.uint8),
+    }[labels]
+    scores = torch.randn(5, 7, dtype=dtype)
+    scores[1] = torch.nan
+    logarithms = aten._log_softmax(scores, 1, False)
+    rest = (target, None if weight is None else weight.to(dtype), reduction, ignored)
+    loss, total = aten.nll_loss_forward(logarithms, *rest)
+    grad = torch.randn_like(loss)
+    slope = aten.nll_loss_backward(grad, logarithms, *rest, total)
+    expected = aten._log_softmax_backward_data(slope, logarithms, 1, dtype)
+    torch.testing.assert_close(run(grad, logarithms, *rest, total), expected, equal_nan=True)
