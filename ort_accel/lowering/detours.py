@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_accel.lowering.nodes import order_of
+from ort_accel.lowering.nodes import is_returned, order_of
 
 aten = torch.ops.aten
 
@@ -40,8 +40,4 @@ def _is_transpose(node: Any) -> bool:
 
 def _must_be_another(node: fx.Node, source: fx.Node) -> bool:
     """Whether a graph returns a view of what it was given or returns itself: the caller expects two tensors."""
-    return _is_returned(node) and (source.op == "placeholder" or _is_returned(source))
-
-
-def _is_returned(node: fx.Node) -> bool:
-    return any(user.op == "output" for user in node.users)
+    return is_returned(node) and (source.op == "placeholder" or is_returned(source))

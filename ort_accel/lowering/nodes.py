@@ -103,6 +103,11 @@ def fakes_in(value: Any) -> list[torch.Tensor]:
     return [item for item in items if isinstance(item, torch.Tensor)]
 
 
+def is_returned(node: fx.Node) -> bool:
+    """Whether a graph returns what this node makes."""
+    return any(user.op == "output" for user in node.users)
+
+
 def returned(graph: fx.Graph) -> Sequence[Any]:
     """What a graph returns: nodes, plain numbers, or None."""
     outputs: Any = graph.output_node().args[0]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ort_accel.lowering.layouts import is_plain
-from ort_accel.lowering.sizes import hinted_elements, is_known
+from ort_accel.lowering.sizes import hinted_bytes, is_known
 from ort_accel.runtime.pool import ITEM_TYPES, pooled_zeros
 
 LARGE = 32 << 20
@@ -48,7 +48,7 @@ def is_for_pool(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.device.type != "cpu" or value.dtype.itemsize not in ITEM_TYPES:
         return False
-    if not all(map(is_known, value.shape)) or hinted_elements(value) * value.itemsize < LARGE:
+    if not all(map(is_known, value.shape)) or hinted_bytes(value) < LARGE:
         return False
     return is_plain(value) and with_place(node.target) is not None
 

@@ -47,6 +47,11 @@ def hinted_elements(tensor: torch.Tensor) -> int:
     return math.prod(map(hint, tensor.shape))
 
 
+def hinted_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor at the sizes that the graph was captured with."""
+    return hinted_elements(tensor) * tensor.element_size()
+
+
 def is_known(size: Size) -> bool:
     """Whether a size follows from those of the inputs, and not from data."""
     return isinstance(size, int) or bool(size.node.has_hint())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import fx
 
-from ort_accel.lowering.nodes import is_part, is_size, is_view
+from ort_accel.lowering.nodes import is_part, is_returned, is_size, is_view
 from ort_accel.lowering.segments import BEHIND
 from ort_accel.lowering.sizes import expression
 from ort_accel.recompute.graph import backward_nodes, owner, whole
@@ -60,8 +60,7 @@ def _only_looks(reader: fx.Node, wanted: Sequence[fx.Node]) -> bool:
     """Whether a node of the backward is but a view of what comes from the forward, for others in the backward."""
     is_look = is_view(reader) or (is_part(reader) and is_view(whole(reader)))
     sizes = sum(is_size(item) for item in reader.all_input_nodes)
-    is_returned = any(user.op == "output" for user in reader.users)
-    return is_look and not is_returned and len(wanted) + sizes == len(reader.all_input_nodes)
+    return is_look and not is_returned(reader) and len(wanted) + sizes == len(reader.all_input_nodes)
 
 
 def _needed(

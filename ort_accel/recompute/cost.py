@@ -10,7 +10,7 @@ from torch import fx
 
 from ort_accel.lowering.flops import flops
 from ort_accel.lowering.nodes import fakes_in, is_part, is_view
-from ort_accel.recompute.graph import hinted_bytes
+from ort_accel.lowering.sizes import hinted_bytes
 
 FLOPS_PER_MS = 200e6
 BYTES_PER_MS = 8e6

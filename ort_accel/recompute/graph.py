@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ort_accel.lowering.nodes import fakes_in, is_part, is_random, is_size, is_view, writes
 from ort_accel.lowering.row_operators import ON_ROWS
-from ort_accel.lowering.sizes import expression, hinted_elements
+from ort_accel.lowering.sizes import expression
 
 Bytes = Any
 """A number of bytes: an int, or a sympy expression where sizes can change."""
@@ -85,11 +85,6 @@ def bytes_of(fake: torch.Tensor) -> Bytes:
     """The bytes of a tensor, as an expression where its sizes can change."""
     sizes = [expression(size) for size in fake.shape]
     return reduce(mul, sizes, fake.element_size())
-
-
-def hinted_bytes(fake: torch.Tensor) -> int:
-    """The bytes of a tensor at the sizes that the graph was captured with."""
-    return hinted_elements(fake) * fake.element_size()
 
 
 def inputs_of(node: fx.Node) -> Iterator[fx.Node]:

@@ -12,8 +12,9 @@ from torch import fx
 
 from ort_accel.lowering.host_operators import own
 from ort_accel.lowering.nodes import is_size, is_view, returned
+from ort_accel.lowering.sizes import hinted_bytes
 from ort_accel.recompute.cost import START_MS, milliseconds
-from ort_accel.recompute.graph import backward_nodes, forward_nodes, hinted_bytes, is_tensor, owner
+from ort_accel.recompute.graph import backward_nodes, forward_nodes, is_tensor, owner
 from ort_accel.recompute.partition import Pair
 from ort_accel.recompute.stash import Kept, stash
 from ort_accel.recompute.transfers import Station, Way, coming, leaving, waiting

@@ -16,8 +16,7 @@ from ort_accel.lowering.fuse.cross_entropy import JOINED
 from ort_accel.lowering.nodes import fakes_in
 from ort_accel.lowering.row_attention import pairs_at_once
 from ort_accel.lowering.row_operators import own
-from ort_accel.lowering.sizes import hint, hinted_elements
-from ort_accel.recompute.graph import hinted_bytes
+from ort_accel.lowering.sizes import hint, hinted_bytes, hinted_elements
 from ort_accel.reporting import Runner
 
 aten = torch.ops.aten

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ort_accel.recompute.graph import Bytes, backward_nodes, bytes_of, hinted_bytes, is_tensor, owner
+from ort_accel.lowering.sizes import hinted_bytes
+from ort_accel.recompute.graph import Bytes, backward_nodes, bytes_of, is_tensor, owner
 
 
 @dataclass(frozen=True)

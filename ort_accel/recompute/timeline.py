@@ -22,8 +22,9 @@ from ort_accel.lowering.early_gradients import Gradients
 from ort_accel.lowering.host_operators import is_on_host, own
 from ort_accel.lowering.nodes import fakes_in, is_part, is_size, is_view, returned, tensors_of, writes
 from ort_accel.lowering.segments import Cut
+from ort_accel.lowering.sizes import hinted_bytes
 from ort_accel.recompute.gradients import gradients_of
-from ort_accel.recompute.graph import hinted_bytes, is_tensor, owner
+from ort_accel.recompute.graph import is_tensor, owner
 from ort_accel.recompute.pools import BORROWED, Moment, Pools
 from ort_accel.recompute.scratch import scratch
 from ort_accel.reporting import Runner
