@@ -29,6 +29,7 @@ from ort_accel.errors import OrtAccelError
 from ort_accel.lowering.cast_moves import move_casts
 from ort_accel.lowering.casts import propagate_casts
 from ort_accel.lowering.early_gradients import Gradients, Source
+from ort_accel.lowering.lean_attention import slim_attention
 from ort_accel.lowering.lower_graph import Lowering, foreseen, lower_graph
 from ort_accel.lowering.program import Program
 from ort_accel.observe.density import DensityInspector
@@ -228,6 +229,12 @@ class Backend:
         engine = self.config.engine
         return ModelFolder(engine.save_onnx, engine.onnx_prefix) if engine.save_onnx else None
 
+    def _make_lean(self, graph: fx.Graph) -> None:
+        """Leave out what a whole graph need not compute, before it is divided."""
+        if self.lowering.fusions and (count := slim_attention(graph)):
+            self.report.counters["attention without repeated keys and needless masks"] += count
+        self._propagate_casts(graph)
+
     def _propagate_casts(self, graph: fx.Graph) -> None:
         wish = self.config.precision.cast_propagation
         if wish.level == 2 and (moved := move_casts(graph, wish.allow, wish.strategy)):
@@ -245,7 +252,7 @@ class Backend:
                 split_dropout(module)
                 static.update(_lasting_inputs(module) if self._parameters_stay else ())
             if name.startswith("inference"):
-                self._propagate_casts(module.graph)
+                self._make_lean(module.graph)
             program = lower_graph(module, self.lowering, name, lambda node: node.name in static, gradients)
             self.policy.check(name)
             return program
@@ -258,7 +265,7 @@ class Backend:
         def divide(joint: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Pair:
             tell_true_types(joint.graph)
             split_dropout(joint)
-            self._propagate_casts(joint.graph)
+            self._make_lean(joint.graph)
             pair = self.recompute.partition(joint, inputs, name, **how)
             if self.lowering.leaves is not None:
                 gradients.extend(gradients_of(*pair, kept_from=how["num_fwd_outputs"]))

@@ -18,9 +18,11 @@ takes 1.7 to 2.4 times as long as in float32 on the Zen 4, and about as long on 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 aten = torch.ops.aten
 
@@ -38,3 +40,17 @@ _LONGEST: dict[tuple[Any, torch.dtype], float] = {
 def is_faster_wide(kernel: Any, dtype: torch.dtype, tokens: int) -> bool:
     """Whether a kernel is faster on sequences of so many tokens if these are cast to single precision first."""
     return tokens <= _LONGEST.get((kernel, dtype), 0)
+
+
+def in_faster_type(kernel: Any, operands: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Operands of [batch, heads, tokens, width], in the type in which the kernel is faster."""
+    tokens = max(operand.shape[2] for operand in operands)
+    wide = is_faster_wide(kernel, operands[0].dtype, tokens)
+    return [operand.to(torch.float32) for operand in operands] if wide else operands
+
+
+def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to scores."""
+    if mask.dtype == torch.bool:
+        return mask.new_zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    return mask.to(dtype)

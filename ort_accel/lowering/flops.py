@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_accel.lowering.lean_attention import LEAN_BACKWARD, LEAN_FORWARD
 from ort_accel.lowering.row_operators import own
 
 aten = torch.ops.aten
@@ -123,6 +124,8 @@ FORMULAS: dict[Any, Formula] = {
     **_for(["convolution_backward"], _convolution_backward),
     **_for(["scaled_dot_product_attention", *_FUSED], _attention),
     **_for([f"{name}_backward" for name in _FUSED], _attention_backward),
+    LEAN_FORWARD: _attention,
+    LEAN_BACKWARD: _attention_backward,
     own.scaled_dot_product_of_rows: _of_rows,
     own.scaled_dot_product_of_rows_backward: _of_rows_backward,
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ort_accel.lowering.attention_precision import BACKWARD, FORWARD, is_faster_wide
+from ort_accel.lowering.attention_precision import BACKWARD, FORWARD, added, in_faster_type
 
 aten = torch.ops.aten
 
@@ -74,7 +74,7 @@ class _Run(NamedTuple):
     def mask(self, dtype: torch.dtype) -> Tensor | None:
         """What is added to the scores."""
         mask = self.known.mask if self.alike[0].kind == MASKED else None
-        return None if mask is None else _added(self._part(mask), dtype)
+        return None if mask is None else added(self._part(mask), dtype)
 
     def kept(self) -> Tensor | None:
         """What the weights are multiplied by: 1 where one is kept, 0 where it is dropped."""
@@ -208,13 +208,9 @@ def _is_fused(query: Tensor, kept: Tensor | None) -> bool:
 
 def _fused(kernel: Any, run: _Run, operands: Sequence[Tensor], *others: Any, scale: float | None) -> Sequence[Tensor]:
     """What the kernel gives for a run, in the type in which it is faster."""
-    dtype, tokens = operands[0].dtype, max(operand.shape[2] for operand in operands)
-    if is_faster_wide(kernel, dtype, tokens):
-        dtype = torch.float32
-        operands = [operand.to(dtype) for operand in operands]
-    results: Sequence[Tensor] = kernel(
-        *operands, *others, is_causal=run.is_causal, attn_mask=run.mask(dtype), scale=scale
-    )
+    operands = in_faster_type(kernel, operands)
+    mask = run.mask(operands[0].dtype)
+    results: Sequence[Tensor] = kernel(*operands, *others, is_causal=run.is_causal, attn_mask=mask, scale=scale)
     return results
 
 
@@ -344,10 +340,3 @@ def _scale(query: Tensor, scale: float | None) -> float:
 def _inverse(keep: float) -> float:
     """What a dropout multiplies by."""
     return 1 / keep if keep else 0.0
-
-
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as what is added to scores."""
-    if mask.dtype == torch.bool:
-        return mask.new_zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
-    return mask.to(dtype)

@@ -61,28 +61,28 @@ for _name, _kernel in {
         LIBRARY.impl(_name, _kernel, _device)
 
 
-def _described(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def described(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register what gives an operator's results in form only."""
     return register_fake(name)  # type: ignore[no-any-return]  # torch leaves it untyped
 
 
-@_described("ort_accel::rows_of")
+@described("ort_accel::rows_of")
 def _(source: Tensor, rows: Tensor, places: Tensor) -> Tensor:
     return source.new_empty((rows.shape[0], *source.shape[1:]))
 
 
-@_described("ort_accel::rows_into")
+@described("ort_accel::rows_into")
 def _(source: Tensor, rows: Tensor, places: Tensor, count: int) -> Tensor:
     return source.new_empty((count, *source.shape[1:]))
 
 
-@_described("ort_accel::scaled_dot_product_of_rows")
+@described("ort_accel::scaled_dot_product_of_rows")
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     out = query.new_empty((*query.shape[:2], value.shape[2]))
     return out, query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
 
 
-@_described("ort_accel::scaled_dot_product_of_rows_backward")
+@described("ort_accel::scaled_dot_product_of_rows_backward")
 def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = (item.new_empty(item.shape) for item in (query, key, value))
     return query, key, value

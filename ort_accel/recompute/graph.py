@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ort_accel.lowering.lean_attention import LEAN
 from ort_accel.lowering.nodes import fakes_in, is_part, is_random, is_size, is_view, writes
 from ort_accel.lowering.row_operators import ON_ROWS
 from ort_accel.lowering.sizes import expression
@@ -74,7 +75,7 @@ def can_be_repeated(node: fx.Node) -> bool:
         return can_be_repeated(whole(node))
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or is_size(node):
         return False
-    is_known = target.namespace in ("aten", "prims") or target.overloadpacket in ON_ROWS
+    is_known = target.namespace in ("aten", "prims") or target.overloadpacket in ON_ROWS | LEAN
     if not is_known or is_random(node) or writes(node):
         return False
     sizes_depend_on_data = free_unbacked_symbols(fakes_in(node.meta.get("val")))

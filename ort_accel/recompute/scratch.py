@@ -2,7 +2,8 @@
 
 ONNX Runtime's `Where` makes two values of the size of its result before it joins them, and `ScatterElements` copies
 what it writes into. PyTorch's kernels for the CPU take little; but attention over rows with dropout makes its products
-one after the other (`lowering/row_attention.py`), and holds several of the size of all pairs of some sequences at once.
+one after the other (`lowering/row_attention.py`), and holds several of the size of all pairs of some sequences at once;
+and a mask that is looked at in each step (`lowering/lean_attention.py`) becomes numbers where the kernel has to see it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import fx
 
 from ort_accel.lowering.fuse.cross_entropy import JOINED
+from ort_accel.lowering.lean_attention import LEAN
 from ort_accel.lowering.nodes import fakes_in
 from ort_accel.lowering.row_attention import pairs_at_once
 from ort_accel.lowering.row_operators import own
@@ -44,6 +46,9 @@ def scratch(node: fx.Node, runner: Runner) -> int:
     if packet is _BACKWARD:
         grad, query, key, value, *_, kept = _values(node)[:11]
         return _attention_backward(grad, query, key, value, kept)
+    if packet in LEAN:
+        *_, allowed, _, _ = _values(node)
+        return 0 if allowed is None else _wide(allowed)
     return 0
 
 

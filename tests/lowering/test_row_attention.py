@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ort_accel.lowering import row_attention
+from ort_accel.lowering import attention_precision, row_attention
 from ort_accel.lowering.row_attention import CAUSAL, FULL, MASKED
 from ort_accel.lowering.row_operators import own
 
@@ -135,7 +135,7 @@ def test_sixteen_bits_are_at_least_as_precise_as_pytorchs_kernel(kind, dtype, mo
         return step(kind, mask, wide, given=[tensor.to(wide).requires_grad_() for tensor in rounded])
 
     precise, ours = run(torch.float64), run(dtype)
-    monkeypatch.setattr(row_attention, "is_faster_wide", lambda *_: False)
+    monkeypatch.setattr(attention_precision, "is_faster_wide", lambda *_: False)
     plain = run(dtype)
     for right, one, other in zip(precise, ours, plain, strict=True):
         assert one.dtype == other.dtype == dtype

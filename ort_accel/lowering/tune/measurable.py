@@ -9,6 +9,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ort_accel.lowering.draws import kept
+from ort_accel.lowering.lean_attention import LEAN
 from ort_accel.lowering.nodes import fakes_in, is_part, is_size, is_watched, op_name
 from ort_accel.lowering.registry import lowerings
 from ort_accel.lowering.row_operators import ROW_OPERATORS
@@ -33,4 +34,4 @@ def obstacle(graph: fx.Graph) -> str:
 def _only_computes(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return target.namespace in KNOWN or target.overloadpacket in ROW_OPERATORS
+    return target.namespace in KNOWN or target.overloadpacket in ROW_OPERATORS | LEAN
