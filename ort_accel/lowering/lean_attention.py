@@ -84,8 +84,8 @@ def _is_causal(allowed: Tensor, queries: int, keys: int) -> bool:
         return False
     if bool(allowed[(0,) * (allowed.ndim - 2)][0, -1]):  # most masks that are not causal show it here
         return False
-    pairs = _once(allowed)
-    return torch.equal(pairs, torch.ones(queries, keys, dtype=torch.bool).tril().expand_as(pairs))
+    lower = torch.ones(queries, keys, dtype=torch.bool).tril()
+    return not bool((_once(allowed) != lower).any())
 
 
 def _once(allowed: Tensor) -> Tensor:
