@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from ort_accel.lowering.nodes import is_part, is_view, op_name, returned, user_line, writes
 from ort_accel.lowering.sizes import expression
+from ort_accel.rewrite.known import known_in_front
 from ort_accel.rewrite.labels import Loss, loss_in
 from ort_accel.rewrite.padding import Attention, attention_in
 from ort_accel.rewrite.passages import Passage, value_of
@@ -58,6 +59,7 @@ class _Search:
         self._found = Demands()
         self._read: dict[fx.Node, list[Demand]] = defaultdict(list)
         self._frozen = _written(graph)
+        self._known = known_in_front(graph)
 
     def run(self) -> Demands:
         for position, item in enumerate(returned(self._graph)):
@@ -102,6 +104,8 @@ class _Search:
             return
         self._found.passages[node] = how
         for given in node.all_input_nodes:
+            if given in how.unread:
+                continue
             needed = how.needs.get(given)
             self._read[given].append(Some(needed, demand.atoms) if needed else Everything(op_name(node)))
 
@@ -123,9 +127,9 @@ class _Search:
         if loss:
             self._found.losses[node] = loss
             self._read[loss.scores].append(loss.demand)
-        choice = chosen(node) if self._wishes.upstream and node not in self._frozen else None
+        choice = chosen(node, self._known) if self._wishes.upstream and node not in self._frozen else None
         for given in node.all_input_nodes:
-            if choice:
+            if choice and given is node.args[0]:
                 self._read[given].append(choice)
             elif loss is None or given is not loss.scores:
                 known = demand.reader != RESULT and not _brings_tokens_together(node, given)

@@ -11,21 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ort_accel.lowering.nodes import is_part, is_random, op_name, writes
 from ort_accel.lowering.row_attention import CAUSAL, FULL, MASKED
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
 from ort_accel.rewrite.gradients import has_gradient
+from ort_accel.rewrite.known import known_in_front
 from ort_accel.rewrite.padding import Attention
 from ort_accel.rewrite.passages import value_of
 from ort_accel.rewrite.plan import Plan, RowSet
-from ort_accel.rewrite.rows import Atom, Extent, Keys, Labelled, Lifted, Place, Shifted
+from ort_accel.rewrite.rows import Atom, Extent, Keys, Labelled, Lifted, Listed, Place, Shifted
 
 aten = torch.ops.aten
 
 LEAST = 2
 """So many rows are in every set: sizes 0 and 1 would be compiled on their own."""
-
-HEAVY = ("linear", "mm", "matmul", "convolution", "scaled_dot_product", "layer_norm")
 
 
 @dataclass
@@ -60,15 +58,15 @@ class Front:
             (a, plan.set_of[a.node], core) for a in plan.demands.attentions.values() if (core := plan.core_of(a))
         )
         atoms = (_innermost(atom) for item in plan.sets for atom in item.atoms)
-        self._labels = list(dict.fromkeys(atom.target for atom in atoms if isinstance(atom, Labelled)))
+        self._told = list(dict.fromkeys(told for atom in atoms if (told := _read_of(atom))))
         self._masks = {link[0].node: self._writer.allowed(link[0]) for link in self._links}
-        self._module = self._writer.finish(self._labels, list(self._masks.values()))
+        self._module = self._writer.finish(self._told, list(self._masks.values()))
         self._sizes: dict[Any, SizeFunction] = {}
 
     @property
     def is_possible(self) -> bool:
-        """Whether labels are known before the graph runs."""
-        return all(self._writer.is_known(node) for node in self._labels)
+        """Whether labels and listed places are known before the graph runs."""
+        return all(self._writer.is_known(node) for node in self._told)
 
     @torch.no_grad()
     def __call__(self, inputs: Sequence[Any], with_tables: bool = True) -> Batch:
@@ -81,9 +79,9 @@ class Front:
         values: dict[str, int] = {}
         self._symbols.read(list(inputs), values)
         found = self._module(*inputs)
-        labels = dict(zip(self._labels, found, strict=False))
-        masks = dict(zip(self._masks, found[len(labels) :], strict=True))
-        look = _Look(self, labels, masks, values)
+        told = dict(zip(self._told, found, strict=False))
+        masks = dict(zip(self._masks, found[len(told) :], strict=True))
+        look = _Look(self, told, masks, values)
         keeps = look.sets()
         if look.fits and any(keep.numel() >= LEAST > int(keep.sum()) for keep in keeps):
             look.fills = True
@@ -144,11 +142,18 @@ def _innermost(atom: Atom) -> Atom:
     return _innermost(atom.inner) if isinstance(atom, Shifted | Lifted) else atom
 
 
+def _read_of(atom: Atom) -> fx.Node | None:
+    """What tells the rows of an atom, if anything does."""
+    if isinstance(atom, Labelled):
+        return atom.target
+    return atom.index if isinstance(atom, Listed) else None
+
+
 class _Look:
     """One batch while it is looked at."""
 
-    def __init__(self, front: Front, labels: dict[fx.Node, Tensor], masks: dict[fx.Node, Any], values: Any) -> None:
-        self._front, self._labels, self._masks, self._values = front, labels, masks, values
+    def __init__(self, front: Front, told: dict[fx.Node, Tensor], masks: dict[fx.Node, Any], values: Any) -> None:
+        self._front, self._told, self._masks, self._values = front, told, masks, values
         self._allows: dict[fx.Node, Tensor] = {}
         self.fits = True
         self.fills = False
@@ -190,11 +195,13 @@ class _Look:
 
     def _keep(self, atom: Atom) -> Tensor:
         if isinstance(atom, Labelled):
-            return self._filled(self._labels[atom.target].reshape(-1) != atom.ignore_index)
+            return self._filled(self._told[atom.target].reshape(-1) != atom.ignore_index)
         if isinstance(atom, Place):
             keep = torch.zeros(self._size(atom.size), dtype=torch.bool)
             keep[atom.index] = True
             return self._filled(keep)
+        if isinstance(atom, Listed):
+            return self._filled(self._listed(atom))
         if isinstance(atom, Lifted):
             sizes = [self._size(size) for size in atom.sizes]
             shape = [size if axis in atom.axes else 1 for axis, size in enumerate(sizes)]
@@ -203,6 +210,16 @@ class _Look:
         large, small = ([self._size(size) for size in sizes] for sizes in (atom.large, atom.small))
         keep = torch.zeros(large, dtype=torch.bool)
         keep.narrow(atom.axis, self._size(atom.start), small[atom.axis]).copy_(self._keep(atom.inner).view(small))
+        return keep.flatten()
+
+    def _listed(self, atom: Listed) -> Tensor:
+        batch, length = self._size(atom.batch), self._size(atom.length)
+        keep = torch.zeros(batch, length, dtype=torch.bool)
+        index = self._told[atom.index].long()
+        if index.numel() != batch or bool(((index < -length) | (index >= length)).any()):  # eager mode says so
+            self.fits = False
+        else:
+            keep[torch.arange(batch), index] = True
         return keep.flatten()
 
     def _filled(self, keep: Tensor) -> Tensor:
@@ -284,21 +301,10 @@ class _Writer:
     def __init__(self, module: fx.GraphModule) -> None:
         self._owner, self._graph = module, fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
+        known = known_in_front(module.graph)
         for node in module.graph.nodes:
-            if self._is_wanted(node):
+            if node in known:
                 self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
-
-    def _is_wanted(self, node: fx.Node) -> bool:
-        if node.op in {"placeholder", "get_attr"}:
-            return True
-        if node.op != "call_function" or any(given not in self._copies for given in node.all_input_nodes):
-            return False
-        if any(has_gradient(given) for given in node.all_input_nodes):
-            return False
-        name = op_name(node)
-        plain = is_part(node) or not writes(node) or isinstance(node.target, torch._ops.OpOverload)
-        is_python = getattr(node.target, "__module__", "") in {"_operator", "math"}
-        return (plain or is_python) and not is_random(node) and not any(part in name for part in HEAVY)
 
     def is_known(self, node: fx.Node) -> bool:
         """Whether a value can be computed in front of the graph."""

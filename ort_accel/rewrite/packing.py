@@ -178,15 +178,21 @@ class Packing(fx.Interpreter):
 
     def _chooses(self, node: fx.Node) -> bool:
         value = self.env.get(node.args[0])
-        return node.target is aten.select.int and isinstance(value, Packed) and value.dims == (0, 1)
+        chooses = node.target in {aten.select.int, aten.index.Tensor}
+        return chooses and isinstance(value, Packed) and value.dims == (0, 1)
 
     def _chosen(self, node: fx.Node) -> Tensor:
         """One token of each sequence, from packed tokens."""
-        given, _, index = node.args
+        given: Any = node.args[0]
         value: Packed = self.env[given]
         batch, length = (self.size(expression(size)) for size in value_of(given).shape[:2])
-        start = index if index >= 0 else length + index
-        wanted = torch.arange(batch) * length + start
+        index: Any = node.args[-1]
+        if node.target is aten.index.Tensor:
+            listed = self._dense(index[1]).long()
+            place = torch.where(listed < 0, listed + length, listed)
+        else:
+            place = index if index >= 0 else length + index
+        wanted = torch.arange(batch) * length + place
         numbers = self.places(value.rows).index_select(0, wanted)
         return _take(value.tensor, numbers, batch)
 

@@ -33,6 +33,8 @@ class Passage:
     needs: dict[fx.Node, Dims]
     """Inputs with rows, and the dimensions along which these lie."""
     make: Callable[[Source], Any]
+    unread: frozenset[fx.Node] = frozenset()
+    """Inputs of which no number is read: they are empty, or only lend their type."""
 
 
 Rule = Callable[[fx.Node, Dims], Passage | None]

@@ -88,7 +88,8 @@ def _unary(node: fx.Node, full: dict[fx.Node, Dims]) -> Passage | None:
     if given not in full:
         return None
     dtype = value_of(node).dtype
-    return Passage({given: full[given]}, lambda source: source.packed(given).to(dtype))
+    lends_type = frozenset(node.all_input_nodes) - {given}
+    return Passage({given: full[given]}, lambda source: source.packed(given).to(dtype), lends_type)
 
 
 @RULES.of(aten.dropout)

@@ -31,13 +31,28 @@ RULES = Rules()
 
 @RULES.of(aten.cat)
 def concatenation(node: fx.Node, dims: Dims) -> Passage | None:
-    parts: Any = node.args[0]
+    """Of parts side by side in each row. A cache of keys that begins empty adds nothing, wherever it is put."""
+    given: Any = node.args[0]
+    empty = frozenset(filter(_is_empty, given))
+    parts = [part for part in given if part not in empty]
     dim: Any = node.args[1] if len(node.args) > 1 else 0
     dim %= rank_of(node)
-    if dim in dims or any(rank_of(part) != rank_of(node) for part in parts):
+    if any(rank_of(part) != rank_of(node) or value_of(part).dtype != value_of(node).dtype for part in parts):
+        return None
+    if len(parts) == 1:
+        return Passage({parts[0]: dims}, lambda source: source.packed(parts[0]), empty)
+    if dim in dims or not parts:
         return None
     place = packed_dim(dim, dims)
-    return Passage(dict.fromkeys(parts, dims), lambda source: torch.cat([source.packed(part) for part in parts], place))
+
+    def make(source: Source) -> Tensor:
+        return torch.cat([source.packed(part) for part in parts], place)
+
+    return Passage(dict.fromkeys(parts, dims), make, empty)
+
+
+def _is_empty(node: fx.Node) -> bool:
+    return any(known_equal(size, 0) for size in value_of(node).shape)
 
 
 @RULES.of(aten.stack)

@@ -34,6 +34,15 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Listed:
+    """One place of each sequence, as a tensor lists them."""
+
+    index: fx.Node
+    batch: Extent
+    length: Extent
+
+
+@dataclass(frozen=True)
 class Keys:
     """The rows that the queries of an attention look at."""
 
@@ -60,7 +69,7 @@ class Lifted:
     sizes: tuple[Extent, ...]
 
 
-Atom = Labelled | Place | Keys | Shifted | Lifted
+Atom = Labelled | Place | Listed | Keys | Shifted | Lifted
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from typing import Any
+
 import torch
 from torch import fx
 
-from ort_accel.lowering.sizes import expression
+from ort_accel.lowering.sizes import Size, expression, known_equal
 from ort_accel.rewrite.passages import Dims, value_of
 from ort_accel.rewrite.row_layout import is_whole
-from ort_accel.rewrite.rows import Demand, Place, Some, lift, shift
+from ort_accel.rewrite.rows import Demand, Listed, Place, Some, lift, shift
 
 aten = torch.ops.aten
 
 
-def chosen(node: fx.Node) -> Some | None:
-    """What is read of the input of a selection of one token of each sequence, all of whose result is read."""
+def chosen(node: fx.Node, known: Container[fx.Node]) -> Some | None:
+    """What is read of the input of a selection of one token of each sequence, all of whose result is read. `known` are
+    the values that the inputs tell."""
+    if node.target is aten.index.Tensor:
+        return _listed(node, known)
     if node.target is not aten.select.int:
         return None
     given, dim, index = node.args
@@ -26,6 +32,32 @@ def chosen(node: fx.Node) -> Some | None:
     lifted = lift(Some((1,), frozenset([Place(index, sizes[1])])), (0, 1), sizes)
     assert isinstance(lifted, Some)
     return lifted
+
+
+def _listed(node: fx.Node, known: Container[fx.Node]) -> Some | None:
+    """`hidden[torch.arange(batch), places]`, as heads take the last token of each sequence."""
+    given: Any = node.args[0]
+    indices: Any = node.args[1]
+    sequence, *places = indices
+    value = value_of(given)
+    if value.ndim < 3 or len(places) != 1 or places[0] not in known or not _counts(sequence, value.shape[0]):
+        return None
+    batch, length = (expression(size) for size in value.shape[:2])
+    index = value_of(places[0])
+    if index.ndim != 1 or index.dtype not in {torch.int64, torch.int32} or expression(index.shape[0]) != batch:
+        return None
+    return Some((0, 1), frozenset([Listed(places[0], batch, length)]))
+
+
+def _counts(node: Any, size: Size) -> bool:
+    """Whether a node is 0, 1, 2 and so on, up to a size."""
+    if not isinstance(node, fx.Node) or value_of(node).dtype != torch.int64:
+        return False
+    if node.target not in {aten.arange.default, aten.arange.start, aten.arange.start_step}:
+        return False
+    start = 0 if node.target is aten.arange.default else node.args[0]
+    step = node.args[2] if len(node.args) > 2 else 1
+    return (start, step) == (0, 1) and known_equal(value_of(node).shape[0], size)
 
 
 def sliced(node: fx.Node, demand: Some) -> tuple[Dims, Demand] | None:

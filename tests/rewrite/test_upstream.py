@@ -50,6 +50,52 @@ def test_only_the_tokens_that_are_read_are_computed(read: Callable[[Tensor], Ten
     assert ours.ran == {"some rows": 3}
 
 
+class LastTokens(nn.Module):
+    """As heads for classes after a causal model read: one token of each sequence, at a place that depends on it."""
+
+    def __init__(self, sequences: Callable[[int], Tensor] = torch.arange) -> None:
+        super().__init__()
+        self.body, self._sequences = Body(lambda x: x), sequences
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return self.body(x)[self._sequences(x.shape[0]), places]
+
+
+def test_listed_tokens_are_computed_alone() -> None:
+    module = LastTokens()
+    ours = Rewritten(module)
+    for places, length in [([6, 2, 4], 7), ([0, -1, 3, -9, 8], 9)]:
+        assert_as_eager(module, ours, torch.randn(len(places), length, WIDTH), torch.tensor(places))
+        assert ours.kept() == [(len(places), len(places) * length)]
+    assert ours.ran == {"some rows": 2}
+
+
+@pytest.mark.parametrize("outside", [7, -8])
+def test_a_listed_token_that_does_not_exist_raises_what_eager_raises(outside: int) -> None:
+    module = LastTokens()
+    ours = rewritten(module, torch.randn(3, 7, WIDTH), torch.tensor([6, 2, 4]))
+    for model in (module, ours):
+        with pytest.raises(IndexError, match="out of bounds"):
+            model(torch.randn(3, 7, WIDTH), torch.tensor([6, outside, 4]))
+
+
+@pytest.mark.parametrize(
+    "sequences",
+    [lambda rows: torch.arange(rows).flip(0), lambda rows: torch.arange(0, 2 * rows, 2) // 2, torch.zeros],
+    ids=["backward", "by another way", "the first alone"],
+)
+def test_tokens_that_are_listed_in_another_order_are_computed_with_all(sequences: Callable[[int], Tensor]) -> None:
+    def whole_numbers(rows: int) -> Tensor:
+        return sequences(rows).long()
+
+    assert rewritten(LastTokens(whole_numbers), torch.randn(3, 7, WIDTH), torch.tensor([6, 2, 4])).reasons
+
+
+def test_tokens_that_the_model_itself_chooses_are_computed_with_all() -> None:
+    module = Body(lambda x: x[torch.arange(x.shape[0]), x.sum(-1).argmax(-1)])
+    assert rewritten(module, torch.randn(3, 7, WIDTH)).reasons
+
+
 def test_a_single_token_is_computed_with_two_others() -> None:
     """A graph for a single row would be another graph."""
     module = Body(lambda x: x[:, 0])
