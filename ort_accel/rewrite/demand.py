@@ -13,11 +13,13 @@ from ort_accel.lowering.nodes import is_part, is_view, op_name, returned, user_l
 from ort_accel.lowering.sizes import expression
 from ort_accel.rewrite.known import known_in_front
 from ort_accel.rewrite.labels import Loss, loss_in
+from ort_accel.rewrite.masking import masked
 from ort_accel.rewrite.padding import Attention, attention_in
 from ort_accel.rewrite.passages import Passage, value_of
 from ort_accel.rewrite.rows import Demand, Everything, Some, join
 from ort_accel.rewrite.tokens import passage
 from ort_accel.rewrite.upstream import chosen, sliced
+from ort_accel.rewrite.written_out import written_out
 
 RESULT = "the model's result"
 """What reads an output of the graph."""
@@ -60,6 +62,8 @@ class _Search:
         self._read: dict[fx.Node, list[Demand]] = defaultdict(list)
         self._frozen = _written(graph)
         self._known = known_in_front(graph)
+        self._scores: set[fx.Node] = set()
+        """Products of queries and keys; what is read of these was said where attention ends."""
 
     def run(self) -> Demands:
         for position, item in enumerate(returned(self._graph)):
@@ -89,7 +93,7 @@ class _Search:
         if is_part(node):
             self._read[node.args[0]].append(demand)
             return
-        attention = attention_in(node)
+        attention = attention_in(node) or written_out(node)
         if attention and attention.demand(demand):
             self._attend(attention, demand)
             return
@@ -115,25 +119,39 @@ class _Search:
         self._found.of[attention.node] = queries
         self._found.attentions[attention.node] = attention
         self._read[attention.query].append(queries)
-        keys = attention.keys if self._wishes.padding else Everything("attention, as density.padding is off")
-        self._read[attention.key].append(keys)
-        self._read[attention.value].append(keys)
+        for given, rows in attention.keys.items():
+            self._read[given].append(
+                rows if self._wishes.padding else Everything("attention, as density.padding is off")
+            )
+        if attention.scores is not None:
+            self._scores.add(attention.scores)
+            weights: Any = attention.node.args[0]
+            self._read[weights].append(Everything("attention"))
         if attention.mask is not None:
             self._read[attention.mask].append(Everything("the mask of attention"))
 
     def _everything(self, node: fx.Node, demand: Demand) -> None:
         assert isinstance(demand, Everything)
+        if node in self._scores:
+            return
         loss = loss_in(node) if self._wishes.labels else None
         if loss:
             self._found.losses[node] = loss
             self._read[loss.scores].append(loss.demand)
-        choice = chosen(node, self._known) if self._wishes.upstream and node not in self._frozen else None
+        part = self._part(node)
         for given in node.all_input_nodes:
-            if choice and given is node.args[0]:
-                self._read[given].append(choice)
+            if part and given is part[0]:
+                self._read[given].append(part[1])
             elif loss is None or given is not loss.scores:
                 known = demand.reader != RESULT and not _brings_tokens_together(node, given)
                 self._read[given].append(Everything(demand.reader if known else f"{op_name(node)}{place_of(node)}"))
+
+    def _part(self, node: fx.Node) -> tuple[fx.Node, Some] | None:
+        """An input of which only some tokens are read, though all of the result is."""
+        if node in self._frozen:
+            return None
+        choice = chosen(node, self._known) if self._wishes.upstream else None
+        return choice or (masked(node, self._known) if self._wishes.padding else None)
 
 
 def _brings_tokens_together(node: fx.Node, given: fx.Node) -> bool:

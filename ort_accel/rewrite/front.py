@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
 from ort_accel.rewrite.gradients import has_gradient
 from ort_accel.rewrite.known import known_in_front
 from ort_accel.rewrite.padding import Attention
-from ort_accel.rewrite.passages import value_of
+from ort_accel.rewrite.passages import shape_of, value_of
 from ort_accel.rewrite.plan import Plan, RowSet
-from ort_accel.rewrite.rows import Atom, Extent, Keys, Labelled, Lifted, Listed, Place, Shifted
+from ort_accel.rewrite.rows import Atom, Extent, Keys, Labelled, Lifted, Listed, Marked, Place, Shifted
+from ort_accel.rewrite.written_out import on_chain
 
 aten = torch.ops.aten
 
@@ -65,7 +66,7 @@ class Front:
 
     @property
     def is_possible(self) -> bool:
-        """Whether labels and listed places are known before the graph runs."""
+        """Whether labels, marks and listed places are known before the graph runs."""
         return all(self._writer.is_known(node) for node in self._told)
 
     @torch.no_grad()
@@ -146,6 +147,8 @@ def _read_of(atom: Atom) -> fx.Node | None:
     """What tells the rows of an atom, if anything does."""
     if isinstance(atom, Labelled):
         return atom.target
+    if isinstance(atom, Marked):
+        return atom.mark
     return atom.index if isinstance(atom, Listed) else None
 
 
@@ -200,6 +203,8 @@ class _Look:
             keep = torch.zeros(self._size(atom.size), dtype=torch.bool)
             keep[atom.index] = True
             return self._filled(keep)
+        if isinstance(atom, Marked):
+            return self._filled((self._told[atom.mark] != atom.hides).flatten(2).any(2).flatten())
         if isinstance(atom, Listed):
             return self._filled(self._listed(atom))
         if isinstance(atom, Lifted):
@@ -235,7 +240,7 @@ class _Look:
 
     def _find_allowed(self, attention: Attention) -> Tensor:
         shape = value_of(attention.query).shape
-        queries, keys = shape[2], value_of(attention.key).shape[2]
+        queries, keys = shape[2], attention.key_length
         found = self._masks[attention.node]
         if found is None:
             found = torch.ones(1, 1, 1, self._size(expression(keys)), dtype=torch.bool)
@@ -262,7 +267,7 @@ class _Look:
         """For each sequence, its queries, its keys, and how these attend to those."""
         shape = value_of(attention.query).shape
         batch, query_length = self._size(expression(shape[0])), self._size(expression(shape[2]))
-        key_length = self._size(expression(value_of(attention.key).shape[2]))
+        key_length = self._size(expression(attention.key_length))
         own = [(queries, query_length), (keys, key_length)]
         counts = [torch.bincount(rows[item.number] // length, minlength=batch) for item, length in own]
         ends = [count.cumsum(0) for count in counts]
@@ -315,7 +320,29 @@ class _Writer:
 
     def allowed(self, attention: Attention) -> fx.Node | None:
         """A node that tells which keys a query may look at; None where a mask tells nothing."""
-        return None if attention.mask is None else self._allows(attention.mask)
+        if attention.mask is not None:
+            return self._allows(attention.mask)
+        told: list[fx.Node] = []
+        for step in attention.hidden_by:
+            shown = self._shows(step)
+            if shown is not None:
+                told.append(shown)
+            elif not _adds(step):  # it may show again what was hidden before
+                break
+        return reduce(lambda one, other: self._call(aten.logical_and.default, one, other), told) if told else None
+
+    def _shows(self, step: fx.Node) -> fx.Node | None:
+        """Which scores an operator on them does not hide; None where that is not known."""
+        low = torch.finfo(value_of(step).dtype).min / 2
+        if _adds(step):
+            added = step.args[1 - on_chain(step)]
+            return self._allows(added) if isinstance(added, fx.Node) and shape_of(added) else None
+        chooses = getattr(step.target, "overloadpacket", None) is aten.where
+        condition, put = (step.args[0], step.args[2]) if chooses else step.args[1:3]
+        if not self._is_low(put, low) or condition not in self._copies:
+            return None
+        kept = self._copies[condition]
+        return kept if chooses else self._call(aten.logical_not.default, kept)
 
     def _allows(self, mask: fx.Node) -> fx.Node | None:
         value = value_of(mask)
@@ -342,11 +369,21 @@ class _Writer:
         found = self._allows(other)
         return None if one is None or found is None else self._call(aten.logical_and.default, one, found)
 
+    @staticmethod
+    def _is_low(put: Any, low: float) -> bool:
+        """Whether a number is low, or a tensor of a single one."""
+        is_made = isinstance(put, fx.Node) and put.target in {aten.full.default, aten.scalar_tensor.default}
+        return _is_low(put.args[-1] if is_made else put, low)
+
     def finish(self, labels: Sequence[fx.Node], masks: Sequence[fx.Node | None]) -> fx.GraphModule:
         """The module that gives labels and masks."""
         self._graph.output([*(self._copies.get(node) for node in labels), *masks])
         self._graph.eliminate_dead_code()
         return fx.GraphModule(self._owner, self._graph)
+
+
+def _adds(step: fx.Node) -> bool:
+    return getattr(step.target, "overloadpacket", None) in {aten.add, aten.add_}
 
 
 def _is_low(value: Any, low: float) -> bool:

@@ -264,7 +264,7 @@ class Packing(fx.Interpreter):
     def _attend_densely(self, attention: Attention, queries: RowSet) -> Tensor:
         """With zeros where nothing was computed, which are not looked at."""
         args, kwargs = (fx.map_arg(item, self._dense) for item in (attention.node.args, attention.node.kwargs))
-        dense = aten.scaled_dot_product_attention.default(*args, **kwargs)
+        dense = attention.node.target(*args, **kwargs)
         return own.rows_of(flat_heads(dense), self.rows(queries), self.places(queries))
 
     # Sizes

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ort_accel.lowering.sizes import expression
+from ort_accel.lowering.sizes import Size, expression
 from ort_accel.rewrite.gradients import has_gradient
 from ort_accel.rewrite.passages import value_of
 from ort_accel.rewrite.rows import Demand, Everything, Keys, Some, lift
@@ -18,20 +18,27 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Attention:
-    """A `scaled_dot_product_attention` on [batch, heads, length, width]."""
+    """A `scaled_dot_product_attention` on [batch, heads, length, width], or the product that ends a written one."""
 
     node: fx.Node
     query: fx.Node
     key: fx.Node
+    """[batch, heads, width, length] where it is written out."""
     value: fx.Node
     mask: fx.Node | None
     dropout: float
     is_causal: bool
     scale: Any
+    scores: fx.Node | None = None
+    """Where it is written out, the product of queries and keys."""
+    hidden_by: tuple[fx.Node, ...] = ()
+    """Where it is written out, what may hide some of the scores."""
 
     @property
     def can_run_by_sequence(self) -> bool:
         """Whether each sequence can be computed on its own, with nothing but what it needs."""
+        if self.scores is not None:
+            return False
         is_plain = value_of(self.query).shape[1] == value_of(self.key).shape[1]
         needs_gradient = self.mask is not None and has_gradient(self.mask)
         return is_plain and not needs_gradient
@@ -45,9 +52,15 @@ class Attention:
         return lifted if isinstance(lifted, Some) else None
 
     @property
-    def keys(self) -> Some:
+    def keys(self) -> dict[fx.Node, Some]:
         """The rows of keys and values that are looked at."""
-        return Some((0, 2), frozenset([Keys(self.node)]))
+        rows = frozenset([Keys(self.node)])
+        return {self.key: Some((0, 2) if self.scores is None else (0, 3), rows), self.value: Some((0, 2), rows)}
+
+    @property
+    def key_length(self) -> Size:
+        """How many keys there are in a sequence."""
+        return value_of(self.value).shape[2]
 
 
 def attention_in(node: fx.Node) -> Attention | None:

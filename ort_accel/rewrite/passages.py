@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,6 +57,12 @@ def value_of(node: fx.Node) -> Tensor:
     """The fake tensor of a node; the first one of several."""
     value = node.meta["val"]
     return value[0] if isinstance(value, tuple | list) else value
+
+
+def shape_of(item: Any) -> Sequence[Any] | None:
+    """The sizes of an argument, if it is a tensor."""
+    value = item.meta.get("val") if isinstance(item, fx.Node) else None
+    return value.shape if isinstance(value, Tensor) else None
 
 
 def packed_dim(dim: int, dims: Dims) -> int:

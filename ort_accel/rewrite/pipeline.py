@@ -16,7 +16,7 @@ from ort_accel.rewrite.front import Batch, Front
 from ort_accel.rewrite.gradients import has_gradient, mark_gradients
 from ort_accel.rewrite.packing import Packing
 from ort_accel.rewrite.plan import Plan, RowSet, has_labels, make_plan
-from ort_accel.rewrite.rows import Everything, has_keys
+from ort_accel.rewrite.rows import Everything, Marked, has_keys
 
 
 class NothingToSkip(Exception):
@@ -93,7 +93,8 @@ def propose(traced: fx.GraphModule, inputs: Sequence[Any], wishes: Wishes, unrea
 def _work(plan: Plan) -> dict[int, float]:
     work: dict[int, float] = defaultdict(float)
     for node, rows in plan.set_of.items():
-        if node.op == "call_function":
+        attention = plan.demands.attentions.get(node)
+        if node.op == "call_function" and (attention is None or attention.can_run_by_sequence):
             work[rows.number] += flops(node)
     return dict(work)
 
@@ -148,7 +149,7 @@ def kinds_of(plan: Plan) -> dict[str, list[RowSet]]:
     """The sets of rows by the feature that leaves rows out of them."""
     kinds: dict[str, list[RowSet]] = {"density.labels": [], "density.padding": [], "compute.upstream": []}
     for rows in plan.sets:
-        if rows.is_core or has_keys(rows.atoms):
+        if rows.is_core or has_keys(rows.atoms) or any(isinstance(atom, Marked) for atom in rows.atoms):
             kinds["density.padding"].append(rows)
         elif any(map(has_labels, rows.atoms)):
             kinds["density.labels"].append(rows)

@@ -152,7 +152,16 @@ def expansion(node: fx.Node, dims: Dims) -> Passage | None:
     return of_one(node, inner, make)
 
 
-@RULES.of(aten.view, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.squeeze)
+@RULES.of(
+    aten.view,
+    aten.view_as,
+    aten.reshape,
+    aten.reshape_as,
+    aten._unsafe_view,
+    aten.flatten,
+    aten.unflatten,
+    aten.squeeze,
+)
 def view(node: fx.Node, dims: Dims) -> Passage | None:
     given: Any = node.args[0]
     result = value_of(node)
@@ -161,9 +170,16 @@ def view(node: fx.Node, dims: Dims) -> Passage | None:
     if inner is None or not all(isinstance(size, int) for size in sizes):
         return None
     before = [expression(size) for dim, size in enumerate(value_of(given).shape) if dim not in inner]
-    if before == sizes:
-        return of_one(node, inner, lambda source, x: x)
-    return of_one(node, inner, lambda source, x: x.reshape([x.shape[0], *sizes]))
+
+    def make(source: Source) -> Tensor:
+        x = source.packed(given)
+        return x if before == sizes else x.reshape([x.shape[0], *sizes])
+
+    lends_form = frozenset(node.all_input_nodes) - {given} if node.target in LIKE_ANOTHER else frozenset()
+    return Passage({given: inner}, make, lends_form)
+
+
+LIKE_ANOTHER = {aten.view_as.default, aten.reshape_as.default}
 
 
 def dims_before(before: Sequence[Any], after: Sequence[Any], dims: Dims) -> Dims | None:

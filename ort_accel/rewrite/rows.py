@@ -43,6 +43,14 @@ class Listed:
 
 
 @dataclass(frozen=True)
+class Marked:
+    """The tokens for which not all that a tensor says is `hides`."""
+
+    mark: fx.Node
+    hides: bool
+
+
+@dataclass(frozen=True)
 class Keys:
     """The rows that the queries of an attention look at."""
 
@@ -69,7 +77,7 @@ class Lifted:
     sizes: tuple[Extent, ...]
 
 
-Atom = Labelled | Place | Listed | Keys | Shifted | Lifted
+Atom = Labelled | Place | Listed | Marked | Keys | Shifted | Lifted
 
 
 @dataclass(frozen=True)

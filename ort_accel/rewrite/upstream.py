@@ -16,25 +16,27 @@ from ort_accel.rewrite.rows import Demand, Listed, Place, Some, lift, shift
 aten = torch.ops.aten
 
 
-def chosen(node: fx.Node, known: Container[fx.Node]) -> Some | None:
-    """What is read of the input of a selection of one token of each sequence, all of whose result is read. `known` are
-    the values that the inputs tell."""
+def chosen(node: fx.Node, known: Container[fx.Node]) -> tuple[fx.Node, Some] | None:
+    """The input of a selection of one token of each sequence, and what is read of it where all of the result is.
+    `known` are the values that the inputs tell."""
     if node.target is aten.index.Tensor:
         return _listed(node, known)
     if node.target is not aten.select.int:
         return None
-    given, dim, index = node.args
+    given: Any = node.args[0]
+    dim: Any = node.args[1]
+    index = node.args[2]
     value = value_of(given)
-    dim = int(dim) % value.ndim
+    dim %= value.ndim
     if dim != 1 or value.ndim != 3 or not isinstance(index, int):
         return None
     sizes = (expression(value.shape[0]), expression(value.shape[1]))
     lifted = lift(Some((1,), frozenset([Place(index, sizes[1])])), (0, 1), sizes)
     assert isinstance(lifted, Some)
-    return lifted
+    return given, lifted
 
 
-def _listed(node: fx.Node, known: Container[fx.Node]) -> Some | None:
+def _listed(node: fx.Node, known: Container[fx.Node]) -> tuple[fx.Node, Some] | None:
     """`hidden[torch.arange(batch), places]`, as heads take the last token of each sequence."""
     given: Any = node.args[0]
     indices: Any = node.args[1]
@@ -46,7 +48,7 @@ def _listed(node: fx.Node, known: Container[fx.Node]) -> Some | None:
     index = value_of(places[0])
     if index.ndim != 1 or index.dtype not in {torch.int64, torch.int32} or expression(index.shape[0]) != batch:
         return None
-    return Some((0, 1), frozenset([Listed(places[0], batch, length)]))
+    return given, Some((0, 1), frozenset([Listed(places[0], batch, length)]))
 
 
 def _counts(node: Any, size: Size) -> bool:

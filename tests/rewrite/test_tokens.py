@@ -68,6 +68,7 @@ APART: dict[str, Layer] = {
     "one of the width": lambda m, x: x + x[..., 2].unsqueeze(-1),
     "expanded": lambda m, x: x[..., :1].expand(-1, -1, WIDTH) + x,
     "flattened": lambda m, x: m.second(x.reshape(-1, WIDTH)).view(x.shape[0], -1, WIDTH),
+    "viewed as another": lambda m, x: m.second(x.flatten(0, 1)).view_as(x).reshape_as(x),
     "another type": lambda m, x: x.double().contiguous().type_as(m.scale),
     "the type of what came before": lambda m, x: m.second(x.double().square().type_as(x)),
     "behind a cache that is empty": lambda m, x: torch.cat([torch.tensor([]), x.sin()], -2),
