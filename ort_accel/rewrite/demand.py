@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from ort_accel.lowering.nodes import is_part, is_view, op_name, returned, user_line, writes
 from ort_accel.lowering.sizes import expression
+from ort_accel.rewrite.gradients import has_gradient
 from ort_accel.rewrite.known import known_in_front
 from ort_accel.rewrite.labels import Loss, loss_in
 from ort_accel.rewrite.masking import masked
@@ -61,7 +62,7 @@ class _Search:
         self._found = Demands()
         self._read: dict[fx.Node, list[Demand]] = defaultdict(list)
         self._frozen = _written(graph)
-        self._known = known_in_front(graph)
+        self._known = {node for node in known_in_front(graph) if not has_gradient(node)}
         self._scores: set[fx.Node] = set()
         """Products of queries and keys; what is read of these was said where attention ends."""
 

@@ -132,7 +132,13 @@ class Front:
 
 
 def _link_key(attention: Attention, queries: RowSet, keys: RowSet) -> Any:
-    return attention.mask, attention.is_causal, queries.number, keys.number
+    steps = tuple((step.target, *_beside_scores(step)) for step in attention.hidden_by)
+    return attention.mask, attention.is_causal, steps, queries.number, keys.number
+
+
+def _beside_scores(step: fx.Node) -> list[Any]:
+    """The arguments of an operator on scores but these: layers with the same hide the same."""
+    return [item for position, item in enumerate(step.args) if position != on_chain(step)]
 
 
 def _distinct(links: Any) -> list[tuple[Attention, RowSet, RowSet]]:
@@ -335,7 +341,7 @@ class _Writer:
         """Which scores an operator on them does not hide; None where that is not known."""
         low = torch.finfo(value_of(step).dtype).min / 2
         if _adds(step):
-            added = step.args[1 - on_chain(step)]
+            (added,) = _beside_scores(step)
             return self._allows(added) if isinstance(added, fx.Node) and shape_of(added) else None
         chooses = getattr(step.target, "overloadpacket", None) is aten.where
         condition, put = (step.args[0], step.args[2]) if chooses else step.args[1:3]

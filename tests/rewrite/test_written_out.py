@@ -96,6 +96,29 @@ def test_keys_that_a_weight_may_reach_are_computed(name: str) -> None:
     assert not ours.graphs or (int(mask.sum()), mask.numel()) not in ours.kept()
 
 
+class TwoLayers(WrittenOut):
+    """The second layer sees the first tokens only, and so what they saw in the first."""
+
+    def __init__(self, near_first: bool) -> None:
+        super().__init__(lambda m, scores, shown: (scores + added(shown)).softmax(-1))
+        self._near_first = near_first
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        near = mask * (torch.arange(mask.shape[1]) < 3)
+        masks = (near, mask) if self._near_first else (mask, near)
+        return first_tokens(self.attend(self.attend(self.embed(ids), masks[0]), masks[1]))
+
+
+@pytest.mark.parametrize("near_first", [False, True])
+def test_layers_with_masks_of_their_own(near_first: bool) -> None:
+    module = TwoLayers(near_first)
+    ours = Rewritten(module)
+    for kept in [(2, 5, 9), (9, 1, 4)]:
+        ids, mask = padded(*kept)
+        assert_as_eager(module, ours, ids, mask)
+        assert (int(mask.sum()), mask.numel()) in ours.kept()
+
+
 def test_a_query_that_sees_nothing_is_computed_as_in_eager_mode() -> None:
     module = WrittenOut(SKIPPING["filled"])
     ours = rewritten(module, *padded(2, 5, 9))
