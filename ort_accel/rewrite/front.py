@@ -345,7 +345,7 @@ class _Writer:
             return self._allows(added) if isinstance(added, fx.Node) and shape_of(added) else None
         chooses = getattr(step.target, "overloadpacket", None) is aten.where
         condition, put = (step.args[0], step.args[2]) if chooses else step.args[1:3]
-        if not self._is_low(put, low) or condition not in self._copies:
+        if not _puts_low(put, low) or condition not in self._copies:
             return None
         kept = self._copies[condition]
         return kept if chooses else self._call(aten.logical_not.default, kept)
@@ -375,12 +375,6 @@ class _Writer:
         found = self._allows(other)
         return None if one is None or found is None else self._call(aten.logical_and.default, one, found)
 
-    @staticmethod
-    def _is_low(put: Any, low: float) -> bool:
-        """Whether a number is low, or a tensor of a single one."""
-        is_made = isinstance(put, fx.Node) and put.target in {aten.full.default, aten.scalar_tensor.default}
-        return _is_low(put.args[-1] if is_made else put, low)
-
     def finish(self, labels: Sequence[fx.Node], masks: Sequence[fx.Node | None]) -> fx.GraphModule:
         """The module that gives labels and masks."""
         self._graph.output([*(self._copies.get(node) for node in labels), *masks])
@@ -390,6 +384,12 @@ class _Writer:
 
 def _adds(step: fx.Node) -> bool:
     return getattr(step.target, "overloadpacket", None) in {aten.add, aten.add_}
+
+
+def _puts_low(put: Any, low: float) -> bool:
+    """Whether a number is low, or a tensor that holds one number."""
+    is_made = isinstance(put, fx.Node) and put.target in {aten.full.default, aten.scalar_tensor.default}
+    return _is_low(put.args[-1] if is_made else put, low)
 
 
 def _is_low(value: Any, low: float) -> bool:
