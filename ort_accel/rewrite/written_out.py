@@ -49,7 +49,7 @@ def written_out(node: fx.Node) -> Attention | None:
     query, key = scores.product.args
     shapes = [value_of(item).shape for item in (query, key, value)]
     heads_fit = same_shape(shapes[0][:2], shapes[1][:2]) and same_shape(shapes[0][:2], shapes[2][:2])
-    if not heads_fit or not known_equal(shapes[1][3], shapes[2][2]):
+    if not heads_fit or not known_equal(shapes[1][3], shapes[2][2]) or key is value:
         return None
     return Attention(node, query, key, value, None, 0.0, False, None, *scores)
 
@@ -74,7 +74,7 @@ def _scores_behind(product: fx.Node) -> _Scores | None:
             if not is_after_softmax or current.args[1] not in (-1, 3):
                 return None
             is_after_softmax = False
-        elif name not in (ON_WEIGHTS if is_after_softmax else ON_SCORES) or "alpha" in current.kwargs:
+        elif name not in (ON_WEIGHTS if is_after_softmax else ON_SCORES) or _is_reversed(current):
             return None
         elif not is_after_softmax:
             stays_hidden &= name in HIDES | KEEPS_HIDDEN
@@ -82,6 +82,11 @@ def _scores_behind(product: fx.Node) -> _Scores | None:
                 hidden_by.append(current)
         reader, current = current, current.args[on_chain(current)]
     return None
+
+
+def _is_reversed(node: fx.Node) -> bool:
+    """Whether scores are taken away or divided by, which makes much of what is small."""
+    return "alpha" in node.kwargs or (_name(node) == "div" and on_chain(node) == 1)
 
 
 def on_chain(node: fx.Node) -> int:
