@@ -6,35 +6,42 @@ processor, new memory is not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from ort_accel.lowering.fuse.tied_embedding import ONTO, add_embedding_gradient
 from ort_accel.lowering.layouts import is_plain
 from ort_accel.lowering.nodes import is_random, is_view
 from ort_accel.lowering.pooled_results import with_place
 from ort_accel.lowering.sizes import same_shape
 
 
-def dying_operands(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+def dying_operands(
+    nodes: Sequence[fx.Node], wanted: Sequence[fx.Node], spent: Collection[fx.Node] = ()
+) -> dict[fx.Node, fx.Node]:
     """For nodes of a segment, in order, that compute element by element: the operand that the result may replace.
 
-    Its memory was made by this segment, and this node is the last to read it, or any view of it.
+    Its memory was made by this segment, or is one of the `spent` inputs, whose memory nobody else uses any more; and
+    this node is the last to read it, or any view of it.
     """
-    order, kept = {node: position for position, node in enumerate(nodes)}, set(wanted)
+    order = dict.fromkeys(spent, -1) | {node: position for position, node in enumerate(nodes)}
+    kept = set(wanted)
     found: dict[fx.Node, fx.Node] = {}
     for node in nodes:
-        if _is_elementwise(node):
-            dying = (operand for operand in _operands(node) if _dies(operand, node, order, kept))
-            if (operand := next(dying, None)) is not None:
-                found[node] = operand
+        dying = (operand for operand in _replaceable(node) if _dies(operand, node, order, kept))
+        if (operand := next(dying, None)) is not None:
+            found[node] = operand
     return found
 
 
 def write_over(call: fx.Node, operand: fx.Node) -> None:
     """Let a call of such an operator write its result over this operand."""
+    if call.target is ONTO:
+        call.target = add_embedding_gradient
+        return
     found = with_place(call.target)
     assert found is not None
     call.target, place = found
@@ -48,10 +55,11 @@ def _is_elementwise(node: fx.Node) -> bool:
     return is_pointwise and not is_random(node) and with_place(node.target) is not None
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """Those with the size, type and order in memory of the result."""
-    result = node.meta["val"]
-    return [item for item in node.args if isinstance(item, fx.Node) and _are_alike(item.meta.get("val"), result)]
+def _replaceable(node: fx.Node) -> list[fx.Node]:
+    """The operands that a result may be written over, with its size, type and order in memory."""
+    operands = node.args[:1] if node.target is ONTO else node.args if _is_elementwise(node) else ()
+    nodes = [item for item in operands if isinstance(item, fx.Node)]
+    return [item for item in nodes if _are_alike(item.meta.get("val"), node.meta["val"])]
 
 
 def _are_alike(value: Any, result: torch.Tensor) -> bool:
@@ -65,7 +73,12 @@ def _dies(operand: fx.Node, reader: fx.Node, order: dict[fx.Node, int], wanted: 
     chain = [operand]
     while chain[-1] in order and is_view(chain[-1]):
         chain.append(chain[-1].all_input_nodes[0])
-    return chain[-1] in order and with_place(chain[-1].target) is not None and _is_last(chain, reader, order, wanted)
+    return chain[-1] in order and makes_memory(chain[-1]) and _is_last(chain, reader, order, wanted)
+
+
+def makes_memory(node: fx.Node) -> bool:
+    """Whether an operator of PyTorch gives a tensor in memory of its own, or in what is left of an operand."""
+    return node.target is ONTO or with_place(node.target) is not None
 
 
 def _is_last(chain: Sequence[fx.Node], reader: fx.Node, order: dict[fx.Node, int], wanted: set[fx.Node]) -> bool:

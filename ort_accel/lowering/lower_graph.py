@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import fx
 
 from ort_accel.lowering.assign import Assigner, Refusal, short
@@ -14,8 +15,9 @@ from ort_accel.lowering.detours import without_detours
 from ort_accel.lowering.early_gradients import Gradients, due, split
 from ort_accel.lowering.flops import flops
 from ort_accel.lowering.fuse import fuse
+from ort_accel.lowering.in_place import makes_memory
 from ort_accel.lowering.islands import merge_islands
-from ort_accel.lowering.nodes import count_ops, is_size, op_name, returned, tensors_of, user_line
+from ort_accel.lowering.nodes import count_ops, is_part, is_size, is_view, op_name, returned, tensors_of, user_line
 from ort_accel.lowering.ort_segment import OrtSegment, Results, build
 from ort_accel.lowering.program import SIZE, Program, Step, mark_last_uses
 from ort_accel.lowering.pytorch_segment import PyTorchSegment
@@ -29,6 +31,10 @@ from ort_accel.runtime.journal import EndedBefore
 from ort_accel.runtime.leaves import Leaves
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.weight_copies import WeightCopies
+
+aten = torch.ops.aten
+
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 
 LEFT = "left"
 """Marks the registers of what is left of gradients: what could not be handed over."""
@@ -213,24 +219,24 @@ class _Assembly:
 
     def _wanted(self, index: int, item: Cut) -> list[fx.Node]:
         """The values of this segment that a later segment or the caller needs."""
-        later = {node for other in self._cuts[index + 1 :] for node in other.nodes}
-        own = set(item.nodes)
-        wanted: dict[fx.Node, None] = {}
-        for node in item.nodes:
-            for value in tensors_of(node):
-                if self._needed(value, later, own):
-                    wanted[value] = None
-        return list(wanted)
+        later, own = self._behind(index), set(item.nodes)
+        repeated = self._free - own
+        values = [value for node in item.nodes for value in tensors_of(node)]
+        return [value for value in dict.fromkeys(values) if _is_needed(value, later, repeated.__contains__)]
 
-    def _needed(self, value: fx.Node, later: set[fx.Node], own: set[fx.Node]) -> bool:
-        pending = list(value.users)
-        while pending:
-            user = pending.pop()
-            if user in later or user.op == "output":
-                return True
-            if user in self._free and user not in own:
-                pending.extend(user.users)
-        return False
+    def _spent(self, index: int, inputs: Sequence[fx.Node]) -> list[fx.Node]:
+        """Of what this segment reads, that which nobody needs afterwards, not even as a view, and whose memory is the
+        program's own. What ONNX Runtime gives may be a constant that all runs share; its products are none."""
+        later, runner = self._behind(index), self._assignment.runner
+        own = [
+            node
+            for node in inputs
+            if (runner.get(node) is Runner.PYTORCH and makes_memory(node)) or node.target in PRODUCTS
+        ]
+        return [node for node in own if not _is_needed(node, later, lambda user: is_view(user) or is_part(user))]
+
+    def _behind(self, index: int) -> set[fx.Node]:
+        return {node for other in self._cuts[index + 1 :] for node in other.nodes}
 
     def _step(self, index: int, item: Cut) -> Step:
         wanted = self._wanted(index, item)
@@ -242,7 +248,7 @@ class _Assembly:
                 refusal = _refusal(error)
                 item.runner = Runner.PYTORCH
                 self._assignment.refusals.update(dict.fromkeys(item.nodes, refusal))
-        return self._pytorch_step(body, wanted)
+        return self._pytorch_step(body, wanted, self._spent(index, body.inputs))
 
     def _ort_step(self, index: int, body: Body, wanted: list[fx.Node]) -> Step:
         model = build(body, wanted, self._lowering.opset)
@@ -252,8 +258,8 @@ class _Assembly:
         segment = OrtSegment(model, self._lowering.sessions, self._bound, twin, self._lowering.failed, name, *how)
         return self._numbered(segment, segment.inputs, wanted)
 
-    def _pytorch_step(self, body: Body, wanted: list[fx.Node]) -> Step:
-        segment = PyTorchSegment(body, wanted, self._module, pooled=not self._lowering.own_results)
+    def _pytorch_step(self, body: Body, wanted: list[fx.Node], spent: Sequence[fx.Node] = ()) -> Step:
+        segment = PyTorchSegment(body, wanted, self._module, not self._lowering.own_results, spent)
         return self._numbered(segment, segment.inputs, wanted)
 
     def _copying_step(self, casts: Sequence[WeightCast], copies: WeightCopies) -> Step:
@@ -270,6 +276,18 @@ class _Assembly:
         if item is None:
             return None
         return SIZE if _sized(item) else self._register[item]
+
+
+def _is_needed(value: fx.Node, later: set[fx.Node], looks_through: Callable[[fx.Node], bool]) -> bool:
+    """Whether one of those nodes, or the caller, reads a value, or what such users show of it."""
+    pending = list(value.users)
+    while pending:
+        user = pending.pop()
+        if user in later or user.op == "output":
+            return True
+        if looks_through(user):
+            pending.extend(user.users)
+    return False
 
 
 def _hand_over(

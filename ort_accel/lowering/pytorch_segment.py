@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -33,11 +33,19 @@ POOLED: dict[Any, Any] = {
 class PyTorchSegment:
     """Runs nodes, together with the views they need, through code that torch.fx generates."""
 
-    def __init__(self, body: Body, wanted: Sequence[fx.Node], owner: fx.GraphModule, pooled: bool = False) -> None:
-        """`pooled` says that large results may be in ONNX Runtime's memory, and results in that of an operand."""
+    def __init__(
+        self,
+        body: Body,
+        wanted: Sequence[fx.Node],
+        owner: fx.GraphModule,
+        pooled: bool = False,
+        spent: Collection[fx.Node] = (),
+    ) -> None:
+        """`pooled` says that large results may be in ONNX Runtime's memory, and results in that of an operand: of one
+        made here, or of a `spent` input."""
         self.inputs = [node for node in body.inputs if not is_size(node)]
         sizes = [node for node in body.inputs if is_size(node)]
-        replaced = dying_operands(body.nodes, wanted) if pooled else {}
+        replaced = dying_operands(body.nodes, wanted, spent) if pooled else {}
         pool = [node for node in body.nodes if pooled and node not in replaced and is_for_pool(node)]
         results = [size for node in pool for size in node.meta["val"].shape]
         self._size_values = SizeFunction(map(expression, [*(node.meta["val"] for node in sizes), *results]))

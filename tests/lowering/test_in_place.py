@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,15 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ort_accel
+from ort_accel.lowering import pytorch_segment
 from ort_accel.lowering.in_place import dying_operands
+from ort_accel.lowering.lower_graph import Lowering, lower_graph
+from ort_accel.lowering.nodes import is_view
 from ort_accel.lowering.pytorch_segment import PyTorchSegment
 from ort_accel.lowering.segments import Body
+from ort_accel.reporting import Report
+from ort_accel.runtime.session import SessionSettings
+from ort_accel.runtime.sessions import Sessions
 from tests.against_eager import assert_step_as_eager
 
 Function = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
@@ -70,7 +78,7 @@ def check(function: Function) -> list[str]:
         for found, expected in zip(results, function(*given), strict=True):
             assert torch.equal(found, expected)
         assert all(map(torch.equal, given, inputs()))
-    return [str(node.target).split(".")[1] for node in replaced]
+    return [operator_of(node) for node in replaced]
 
 
 @pytest.mark.parametrize("name", REPLACED)
@@ -82,6 +90,65 @@ def test_a_dying_operand_is_replaced(name: str) -> None:
 @pytest.mark.parametrize("name", KEPT)
 def test_others_are_kept(name: str) -> None:
     assert check(KEPT[name]) == []
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A function of which PyTorch runs some operators, and what then is written over: which operator's operand, and
+    which operator made that."""
+
+    function: Function
+    pytorch: tuple[str, ...]
+    replaced: tuple[tuple[str, str], ...]
+
+
+ACROSS = {
+    "a product of ONNX Runtime": Divided(lambda a, b: (a @ b + a,), ("add",), (("add", "mm"),)),
+    "what PyTorch made before": Divided(
+        lambda a, b: next((c + (c @ b).exp(),) for c in [a.tanh()]), ("tanh", "add"), (("add", "tanh"),)
+    ),
+    "through views": Divided(lambda a, b: ((a @ b).view(2, 8) + a.view(2, 8),), ("add",), (("add", "mm"),)),
+    "no other result of ONNX Runtime": Divided(lambda a, b: ((a * b).exp() + a,), ("add",), ()),
+    "nothing that is wanted": Divided(lambda a, b: next((c, c + a) for c in [a @ b]), ("add",), ()),
+    "nothing that is read later": Divided(lambda a, b: next((c @ d,) for c in [a @ b] for d in [c + a]), ("add",), ()),
+    "nothing that a view shows later": Divided(
+        lambda a, b: next((d @ v,) for c in [a @ b] for v in [c.t()] for d in [c + (v @ b).exp()]), ("t", "add"), ()
+    ),
+    "nothing that a part of views shows later": Divided(
+        lambda a, b: next((v[0] @ d,) for c in [a @ b] for v in [c.split(2)] for d in [c + (v[1] @ a).sin().sum()]),
+        ("split", "add"),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_what_another_segment_made_is_replaced_when_nobody_needs_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    case = ACROSS[name]
+    found: list[tuple[str, str]] = []
+
+    def watched(*args: Any) -> dict[fx.Node, fx.Node]:
+        replaced = dying_operands(*args)
+        for node, operand in replaced.items():
+            while is_view(operand):
+                operand = operand.all_input_nodes[0]
+            found.append((operator_of(node), operator_of(operand)))
+        return replaced
+
+    monkeypatch.setattr(pytorch_segment, "dying_operands", watched)
+    module = make_fx(lambda *given: list(case.function(*given)), tracing_mode="fake")(*inputs())
+    unwanted = frozenset(f"aten.{name}" for name in case.pytorch)
+    lowering = Lowering(Sessions(SessionSettings(threads=1)), 20, Report(), unwanted=unwanted, for_speed=False)
+    program = lower_graph(module, lowering, "forward 0")
+    for _ in range(2):
+        given = inputs()
+        torch.testing.assert_close(program(list(given)), list(case.function(*given)))
+        assert all(map(torch.equal, given, inputs()))
+    assert tuple(found) == case.replaced
+
+
+def operator_of(node: fx.Node) -> str:
+    return str(node.target).split(".")[1]
 
 
 class Residual(nn.Module):

@@ -8,10 +8,12 @@ from torch import fx
 
 from ort_accel.lowering.fuse.attention import widen_attention
 from ort_accel.lowering.fuse.cross_entropy import fuse_cross_entropy_gradient
+from ort_accel.lowering.fuse.tied_embedding import fuse_tied_embedding
 from ort_accel.reporting import Report
 
 FUSIONS: dict[str, Callable[[fx.Graph], int]] = {
     "cross-entropy gradient": fuse_cross_entropy_gradient,
+    "tied embedding's gradient": fuse_tied_embedding,
     "attention in single precision": widen_attention,
 }
 """Each rewrites a graph in place and returns how often it did."""
