@@ -35,7 +35,7 @@ from ort_accel.lowering.program import Program
 from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.logs import configure, speaks
 from ort_accel.observe.memory_watch import MemoryWatch
-from ort_accel.observe.process_memory import return_large_blocks
+from ort_accel.observe.process_memory import keep_freed_blocks, return_large_blocks
 from ort_accel.observe.progress import Progress
 from ort_accel.observe.report_file import ReportFile
 from ort_accel.recompute.gradients import gradients_of
@@ -185,10 +185,13 @@ class Backend:
     def _memory_watch(self) -> MemoryWatch | None:
         """What follows the memory of steps, where that is asked for or little is to be held."""
         wished, frugal = self.config.observe.memory_stats, self.config.memory.frugal
+        if not self.place.is_cuda:
+            if self.config.memory.budget is not None:
+                return_large_blocks()
+            elif not frugal:
+                keep_freed_blocks()
         if not wished and not frugal:
             return None
-        if self.config.memory.budget is not None and not self.place.is_cuda:
-            return_large_blocks()
         prints = wished and speaks(self.config.observe.log_level)
         watch = MemoryWatch(self.report, release_unused, prints, frugal)
         finalize(self, watch.close)

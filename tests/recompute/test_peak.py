@@ -1,10 +1,13 @@
 """The predicted peak is that of the allocators: what ONNX Runtime's pool holds after a step, and PyTorch's."""
 
+import os
+import resource
+
 import pytest
 import torch
 
 import ort_accel
-from ort_accel.observe.process_memory import in_use, resident, return_large_blocks
+from ort_accel.observe.process_memory import in_use, keep_freed_blocks, resident, return_large_blocks
 from ort_accel.recompute import optimizer
 from ort_accel.runtime.pool import release_unused
 from tests.against_eager import step
@@ -88,6 +91,55 @@ def test_large_blocks_go_back_at_once_under_a_budget():
         pytest.skip("this C library cannot be told")
     assert freed > 0.9 * 8 * 2**22
     assert total == 2**10
+
+
+def take_again(results, variables, promise):
+    """Whether freed memory is kept, and how many pages it takes to write to as much of it again."""
+    os.environ.update(variables)
+    if promise:
+        return_large_blocks()
+    kept = keep_freed_blocks()
+    pages = 0
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [torch.ones(2**20) for _ in range(16)]
+        del blocks
+        pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    results.put((kept, pages))
+
+
+def in_a_process_of_its_own(variables, promise=False):
+    results = START.Queue()
+    process = START.Process(target=take_again, args=(results, variables, promise))
+    process.start()
+    found = results.get(timeout=900)
+    process.join()
+    return found
+
+
+PAGES = 16 * 2**22 // 4096
+
+
+def test_freed_memory_is_kept_for_the_next_step_where_none_is_to_be_saved():
+    kept, pages = in_a_process_of_its_own({})
+    if not kept:
+        pytest.skip("this C library cannot be told")
+    assert pages < PAGES / 10
+
+
+@pytest.mark.parametrize(
+    ("variables", "promise"),
+    [
+        ({"MALLOC_TRIM_THRESHOLD_": "1000000"}, False),
+        ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1000000"}, False),
+        ({}, True),
+    ],
+    ids=["by a variable", "by a tunable", "by a promise"],
+)
+def test_what_the_library_was_told_holds(variables, promise):
+    kept, pages = in_a_process_of_its_own(variables, promise)
+    assert not kept
+    assert not promise or pages > PAGES / 2
 
 
 @pytest.mark.parametrize("level", mostly_long([0, 1], 1))
