@@ -162,10 +162,13 @@ def attention(
     pairs = _Pairs(spans, query_rows, key_rows, mask, kept)
     if not _is_fused(query, kept):
         return _by_products(query, key, value, pairs, keep, scale)
-    out = query.new_zeros((*query.shape[:2], value.shape[2]))
-    logsumexp = query.new_zeros(query.shape[:2], dtype=_wide(query))
     runs = pairs.runs()
     given = zip(*_by_queries(runs, query), *_by_keys(runs, key, value), strict=True)
+    if _is_all(runs, query):
+        out, logsumexp = map(_rows, _fused(FORWARD, runs[0], next(given), scale=scale))
+        return out.to(query.dtype), logsumexp.to(_wide(query))
+    out = query.new_zeros((*query.shape[:2], value.shape[2]))
+    logsumexp = query.new_zeros(query.shape[:2], dtype=_wide(query))
     whole = zip(*_by_queries(runs, out, logsumexp), strict=True)
     for run, operands, places in zip(runs, given, whole, strict=True):
         _write(places, _fused(FORWARD, run, operands, scale=scale))
@@ -191,10 +194,16 @@ def attention_backward(
     pairs = _Pairs(spans, query_rows, key_rows, mask, kept)
     if not _is_fused(query, kept):
         return _by_products_backward(grad, query, key, value, pairs, keep, scale)
-    grads = query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
     runs = pairs.runs()
     slopes, queries, outs, sums = _by_queries(runs, grad, query, out, logsumexp)
     given = zip(slopes, queries, *_by_keys(runs, key, value), outs, strict=True)
+    if _is_all(runs, query, key):
+        results = map(_rows, _fused(BACKWARD, runs[0], next(given), sums[0], 0.0, scale=scale))
+        of_query, of_key, of_value = (
+            one.to(like.dtype) for one, like in zip(results, (query, key, value), strict=True)
+        )
+        return of_query, of_key, of_value
+    grads = query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
     whole = zip(*_by_queries(runs, grads[0]), *_by_keys(runs, *grads[1:]), strict=True)
     for run, operands, total, places in zip(runs, given, sums, whole, strict=True):
         _write(places, _fused(BACKWARD, run, operands, total, 0.0, scale=scale))
@@ -212,6 +221,20 @@ def _fused(kernel: Any, run: _Run, operands: Sequence[Tensor], *others: Any, sca
     mask = run.mask(operands[0].dtype)
     results: Sequence[Tensor] = kernel(*operands, *others, is_causal=run.is_causal, attn_mask=mask, scale=scale)
     return results
+
+
+def _is_all(runs: Sequence[_Run], *tensors: Tensor) -> bool:
+    """Whether a single run has every row of queries, and of keys where these are given, too."""
+    if len(runs) != 1:
+        return False
+    first, last = runs[0].alike[0], runs[0].alike[-1]
+    edges = (first.queries.begin, last.queries.end), (first.keys.begin, last.keys.end)
+    return all(edge == (0, tensor.shape[0]) for edge, tensor in zip(edges, tensors, strict=False))
+
+
+def _rows(batch: Tensor) -> Tensor:
+    """[sequences, heads, length, ...] as [rows, heads, ...]: how PyTorch's kernels lay out their results in memory."""
+    return batch.transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def _write(places: Sequence[Tensor], results: Sequence[Tensor]) -> None:

@@ -227,3 +227,30 @@ def gradients(out, tensors):
 @pytest.mark.parametrize("operator", [own.rows_of, own.rows_into, own.scaled_dot_product_of_rows])
 def test_there_is_a_kernel_for_cuda(operator):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(operator.default.name(), "CUDA")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [FULL, CAUSAL, MASKED], ids=["full", "causal", "masked"])
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("spare_keys", [0, 2], ids=["all keys", "keys that nobody looks at"])
+def test_what_runs_as_a_whole_is_not_copied(dtype, kind, sequences, spare_keys, monkeypatch):
+    torch.manual_seed(0)
+    length = 5
+    edges = torch.arange(sequences) * length
+    spans = torch.stack([edges, edges + length, edges, edges + length, torch.full_like(edges, kind)], 1)
+    rows = torch.arange(sequences * length)
+    keys = torch.arange(sequences * length + spare_keys)
+    mask = (torch.rand(sequences, 1, length, length) > 0.4) | torch.eye(length, dtype=torch.bool)
+    mask = mask if kind == MASKED else None
+    tensors = [torch.randn(len(of), 2, 8, dtype=dtype, requires_grad=True) for of in (rows, keys, keys)]
+    writes = []
+    write = row_attention._write
+    monkeypatch.setattr(row_attention, "_write", lambda *how: writes.append(1) or write(*how))
+    out, sums = own.scaled_dot_product_of_rows(*tensors, spans, rows, keys, mask, None, 1.0, None)
+    found = gradients(out, tensors)
+    assert len(writes) == (1 if spare_keys else 0), "only gradients of more keys than there are attended"
+    assert sums.is_contiguous()
+    assert all(one.is_contiguous() and one.dtype == dtype for one in found)
+    monkeypatch.setattr(row_attention, "_is_all", lambda *how: False)
+    out, copied_sums = own.scaled_dot_product_of_rows(*tensors, spans, rows, keys, mask, None, 1.0, None)
+    assert all(map(torch.equal, [sums, *found], [copied_sums, *gradients(out, tensors)]))
