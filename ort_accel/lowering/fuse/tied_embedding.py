@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ort_accel.lowering.ops.indexing import embedding_backward
+from ort_accel.lowering.registry import lowers
 from ort_accel.lowering.sizes import same_shape
 
 aten = torch.ops.aten
@@ -40,6 +42,7 @@ def embedding_backward_onto(
 
 
 ONTO: Any = torch.ops.ort_accel.embedding_backward_onto.default
+lowers(ONTO)(embedding_backward)  # which says why PyTorch runs it
 
 
 def fuse_tied_embedding(graph: fx.Graph) -> int:

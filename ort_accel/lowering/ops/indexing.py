@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ort_accel.lowering.fuse.tied_embedding import ONTO
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, Slower, axis
 from ort_accel.lowering.registry import lowers
 from ort_accel.lowering.sizes import Size, expression
@@ -33,7 +32,7 @@ def embedding(
     return graph.op("Gather", weight, without_negatives(graph, ids, weight.shape[0]), axis=0)
 
 
-@lowers(aten.embedding_dense_backward.default, ONTO)
+@lowers(aten.embedding_dense_backward.default)
 def embedding_backward(graph: OnnxGraph, *args: Any) -> Any:
     raise Slower(
         "com.microsoft.GatherGrad adds in any order, so that two runs differ, and took 7.7 ms for 1,024 rows of a "
