@@ -75,6 +75,15 @@ def test_what_is_about_as_fast_stays():
     assert Lowered(layers, *LARGE, gelu=(1.0, 3.0), mm=(1.0, 3.0)).in_pytorch() == set()
 
 
+def test_products_that_take_as_long_go_where_other_work_goes():
+    lowered = Lowered(layers, *LARGE, gelu=(4.0, 1.0), mm=(0.01, 0.0105))
+    assert lowered.in_pytorch() == {"gelu", "mm"}
+    details = {item.op: item.detail for item in lowered.report.fallbacks}
+    assert details["aten.mm.default"] == "about 1.3 ms on either side, and in whole steps less in PyTorch"
+    assert {item.runner for item in lowered.report.segments} == {Runner.PYTORCH}
+    assert Lowered(layers, *LARGE, gelu=(4.0, 1.0), mm=(0.01, 0.012)).in_pytorch() == {"gelu"}
+
+
 def test_a_gain_that_handing_over_eats_up_is_none():
     assert Lowered(layers, *LARGE, price=1.0, gelu=(4.0, 1.0), mm=(0.001, 0.1)).in_pytorch() == set()
 
