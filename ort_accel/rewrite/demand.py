@@ -17,7 +17,7 @@ from ort_accel.rewrite.labels import Loss, loss_in
 from ort_accel.rewrite.masking import masked
 from ort_accel.rewrite.padding import Attention, attention_in
 from ort_accel.rewrite.passages import Passage, value_of
-from ort_accel.rewrite.rows import Demand, Everything, Some, join
+from ort_accel.rewrite.rows import Demand, Everything, Some, has_keys, join
 from ort_accel.rewrite.tokens import passage
 from ort_accel.rewrite.upstream import chosen, sliced
 from ort_accel.rewrite.written_out import written_out
@@ -63,8 +63,8 @@ class _Search:
         self._read: dict[fx.Node, list[Demand]] = defaultdict(list)
         self._frozen = _written(graph)
         self._known = {node for node in known_in_front(graph) if not has_gradient(node)}
-        self._scores: set[fx.Node] = set()
-        """Products of queries and keys; what is read of these was said where attention ends."""
+        self._said: set[tuple[fx.Node, fx.Node]] = set()
+        """Readers of values of which was said where attention ends what is read."""
 
     def run(self) -> Demands:
         for position, item in enumerate(returned(self._graph)):
@@ -119,28 +119,26 @@ class _Search:
         assert queries is not None
         self._found.of[attention.node] = queries
         self._found.attentions[attention.node] = attention
-        self._read[attention.query].append(queries)
-        for given, rows in attention.keys.items():
-            self._read[given].append(
-                rows if self._wishes.padding else Everything("attention, as density.padding is off")
-            )
-        if attention.scores is not None:
-            self._scores.add(attention.scores)
-            weights: Any = attention.node.args[0]
-            self._read[weights].append(Everything("attention"))
+        for given, rows in attention.reads(queries):
+            is_asked = self._wishes.padding or not has_keys(rows.atoms)
+            self._read[given].append(rows if is_asked else Everything("attention, as density.padding is off"))
+        if attention.operands:
+            self._said |= {(item.reader, item.node) for item in attention.operands}
+            inner: Any = attention.node.args[0]
+            self._read[inner].append(Everything("attention"))
         if attention.mask is not None:
             self._read[attention.mask].append(Everything("the mask of attention"))
 
     def _everything(self, node: fx.Node, demand: Demand) -> None:
         assert isinstance(demand, Everything)
-        if node in self._scores:
-            return
         loss = loss_in(node) if self._wishes.labels else None
         if loss:
             self._found.losses[node] = loss
             self._read[loss.scores].append(loss.demand)
         part = self._part(node)
         for given in node.all_input_nodes:
+            if (node, given) in self._said:
+                continue
             if part and given is part[0]:
                 self._read[given].append(part[1])
             elif loss is None or given is not loss.scores:

@@ -15,11 +15,10 @@ from ort_accel.lowering.row_attention import CAUSAL, FULL, MASKED
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
 from ort_accel.rewrite.gradients import has_gradient
 from ort_accel.rewrite.known import known_in_front
-from ort_accel.rewrite.padding import Attention
+from ort_accel.rewrite.padding import Attention, Hiding
 from ort_accel.rewrite.passages import shape_of, value_of
 from ort_accel.rewrite.plan import Plan, RowSet
 from ort_accel.rewrite.rows import Atom, Extent, Keys, Labelled, Lifted, Listed, Marked, Place, Shifted
-from ort_accel.rewrite.written_out import on_chain
 
 aten = torch.ops.aten
 
@@ -132,13 +131,8 @@ class Front:
 
 
 def _link_key(attention: Attention, queries: RowSet, keys: RowSet) -> Any:
-    steps = tuple((step.target, *_beside_scores(step)) for step in attention.hidden_by)
+    steps = tuple((hiding.step.target, hiding.at, *hiding.beside) for hiding in attention.hidden_by)
     return attention.mask, attention.is_causal, steps, queries.number, keys.number
-
-
-def _beside_scores(step: fx.Node) -> list[Any]:
-    """The arguments of an operator on scores but these: layers with the same hide the same."""
-    return [item for position, item in enumerate(step.args) if position != on_chain(step)]
 
 
 def _distinct(links: Any) -> list[tuple[Attention, RowSet, RowSet]]:
@@ -329,25 +323,26 @@ class _Writer:
         if attention.mask is not None:
             return self._allows(attention.mask)
         told: list[fx.Node] = []
-        for step in attention.hidden_by:
-            shown = self._shows(step)
+        for hiding in attention.hidden_by:
+            shown = self._shows(hiding)
             if shown is not None:
                 told.append(shown)
-            elif not _adds(step):  # it may show again what was hidden before
+            elif not _adds(hiding.step):  # it may show again what was hidden before
                 break
         return reduce(lambda one, other: self._call(aten.logical_and.default, one, other), told) if told else None
 
-    def _shows(self, step: fx.Node) -> fx.Node | None:
+    def _shows(self, hiding: Hiding) -> fx.Node | None:
         """Which scores an operator on them does not hide; None where that is not known."""
+        step = hiding.step
         low = torch.finfo(value_of(step).dtype).min / 2
         if _adds(step):
-            (added,) = _beside_scores(step)
+            (added,) = hiding.beside
             return self._allows(added) if isinstance(added, fx.Node) and shape_of(added) else None
-        chooses = getattr(step.target, "overloadpacket", None) is aten.where
-        condition, put = (step.args[0], step.args[2]) if chooses else step.args[1:3]
+        condition, put = hiding.beside  # a `where` keeps the scores where its condition holds, or where it does not
         if not _puts_low(put, low) or condition not in self._copies:
             return None
         kept = self._copies[condition]
+        chooses = getattr(step.target, "overloadpacket", None) is aten.where and hiding.at == 1
         return kept if chooses else self._call(aten.logical_not.default, kept)
 
     def _allows(self, mask: fx.Node) -> fx.Node | None:

@@ -27,6 +27,7 @@ from ort_accel.rewrite.rows import Extent
 aten = torch.ops.aten
 
 DROPOUTS = {aten.dropout.default}
+VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class Packing(fx.Interpreter):
         if self._chooses(node):
             return self._chosen(node)
         args, kwargs = (fx.map_arg(item, self._dense) for item in (node.args, node.kwargs))
+        if node.target in VIEWS and isinstance(self.env[node.args[0]], Packed):
+            return aten.reshape.default(*args)  # what was packed lies in another order now
         return node.target(*args, **kwargs)
 
     def _packed_call(self, node: fx.Node) -> Packed:

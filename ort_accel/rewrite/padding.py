@@ -3,41 +3,63 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from ort_accel.lowering.sizes import Size, expression
 from ort_accel.rewrite.gradients import has_gradient
-from ort_accel.rewrite.passages import value_of
+from ort_accel.rewrite.passages import Dims, value_of
 from ort_accel.rewrite.rows import Demand, Everything, Keys, Some, lift
 
 aten = torch.ops.aten
 
 
+class Operand(NamedTuple):
+    """Queries, keys or values where written attention reads them."""
+
+    reader: fx.Node
+    node: fx.Node
+    dims: Dims
+    """Where the rows lie: [batch, heads, length, width], or the last two in the other order."""
+    is_query: bool
+
+
+class Hiding(NamedTuple):
+    """An operator that may hide some of the scores."""
+
+    step: fx.Node
+    at: int
+    """Which of its arguments the scores are."""
+
+    @property
+    def beside(self) -> list[Any]:
+        """Its other arguments: layers with the same hide the same."""
+        return [item for position, item in enumerate(self.step.args) if position != self.at]
+
+
 @dataclass(frozen=True)
 class Attention:
-    """A `scaled_dot_product_attention` on [batch, heads, length, width], or the product that ends a written one."""
+    """A `scaled_dot_product_attention` on [batch, heads, length, width], or the end of one that a model writes out."""
 
     node: fx.Node
     query: fx.Node
     key: fx.Node
-    """[batch, heads, width, length] where it is written out."""
     value: fx.Node
     mask: fx.Node | None
     dropout: float
     is_causal: bool
     scale: Any
-    scores: fx.Node | None = None
-    """Where it is written out, the product of queries and keys."""
-    hidden_by: tuple[fx.Node, ...] = ()
+    operands: tuple[Operand, ...] = ()
+    """Where it is written out, all that it reads of queries, keys and values; the three above are some of these."""
+    hidden_by: tuple[Hiding, ...] = ()
     """Where it is written out, what may hide some of the scores."""
 
     @property
     def can_run_by_sequence(self) -> bool:
         """Whether each sequence can be computed on its own, with nothing but what it needs."""
-        if self.scores is not None:
+        if self.operands:
             return False
         is_plain = value_of(self.query).shape[1] == value_of(self.key).shape[1]
         needs_gradient = self.mask is not None and has_gradient(self.mask)
@@ -51,11 +73,12 @@ class Attention:
         lifted = lift(of_result, (0, 2), (expression(shape[0]), expression(shape[2])))
         return lifted if isinstance(lifted, Some) else None
 
-    @property
-    def keys(self) -> dict[fx.Node, Some]:
-        """The rows of keys and values that are looked at."""
-        rows = frozenset([Keys(self.node)])
-        return {self.key: Some((0, 2) if self.scores is None else (0, 3), rows), self.value: Some((0, 2), rows)}
+    def reads(self, queries: Some) -> list[tuple[fx.Node, Some]]:
+        """What is read of queries, keys and values, for these rows of the queries."""
+        keys = Some((0, 2), frozenset([Keys(self.node)]))
+        if not self.operands:
+            return [(self.query, queries), (self.key, keys), (self.value, keys)]
+        return [(item.node, Some(item.dims, (queries if item.is_query else keys).atoms)) for item in self.operands]
 
     @property
     def key_length(self) -> Size:

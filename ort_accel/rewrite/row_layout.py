@@ -185,7 +185,7 @@ LIKE_ANOTHER = {aten.view_as.default, aten.reshape_as.default}
 def dims_before(before: Sequence[Any], after: Sequence[Any], dims: Dims) -> Dims | None:
     """The dimensions that hold the rows before a view, if it keeps rows and the rest apart."""
     found: list[int] = []
-    for old, new in _groups(before, after):
+    for old, new in groups(before, after):
         inside = [dim for dim in new if dim in dims]
         if inside and len(inside) < len(new) and any(expression(after[d]) != 1 for d in new if d not in dims):
             return None
@@ -194,7 +194,7 @@ def dims_before(before: Sequence[Any], after: Sequence[Any], dims: Dims) -> Dims
     return tuple(found) if found else None
 
 
-def _groups(before: Sequence[Any], after: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
+def groups(before: Sequence[Any], after: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
     """Dimensions of two shapes that hold the same numbers, from the left."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ort_accel.rewrite.demand import Wishes
+from ort_accel.rewrite.rows import Everything
 from tests.rewrite.modules import Attention, first_tokens, padded
 from tests.rewrite.rewritten import Rewritten, assert_as_eager, rewritten
 
@@ -50,6 +51,7 @@ SKIPPING: dict[str, Weights] = {
     "mask added to": lambda m, scores, shown: (added(shown).expand(-1, -1, scores.shape[2], -1) + scores).softmax(-1),
     "filled": lambda m, scores, shown: scores.masked_fill(~shown, low()).softmax(-1),
     "chosen": lambda m, scores, shown: torch.where(shown, scores, low()).softmax(-1),
+    "not chosen": lambda m, scores, shown: torch.where(~shown, low(), scores).softmax(-1),
     "chosen, or a tensor": lambda m, scores, shown: torch.where(shown, scores, torch.full([], low())).softmax(-1),
     "capped before": lambda m, scores, shown: ((scores / 3).tanh() * 3 + added(shown)).softmax(-1),
     "a learned bias": lambda m, scores, shown: (scores + m.bias + added(shown)).softmax(-1),
@@ -94,6 +96,96 @@ def test_keys_that_a_weight_may_reach_are_computed(name: str) -> None:
     ids, mask = padded(2, 5, 9)
     ours = rewritten(WrittenOut(READING[name]), ids, mask)
     assert not ours.graphs or (int(mask.sum()), mask.numel()) not in ours.kept()
+
+
+Scores = Callable[["ScoresInParts", Tensor, Tensor], Tensor]
+"""Scores, from queries and keys of [batch, heads, length, width], or with the first two as one."""
+
+
+class ScoresInParts(Attention):
+    """A layer whose scores are more than a product of queries and keys."""
+
+    def __init__(self, scores: Scores, *, merged: bool, besides: Callable[[Tensor, Tensor], Tensor] | None) -> None:
+        super().__init__(first_tokens, lambda mask: None)
+        self.near, self._scores = torch.nn.Parameter(torch.randn(2, 4, 5)), scores
+        self._merged, self._besides = merged, besides
+
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (part.transpose(1, 2) for part in self.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2))
+        shown = mask[:, None, None, :].bool() & mask[:, None, :, None].bool()
+        if self._merged:
+            q, k, v = (part.reshape(-1, part.shape[2], part.shape[3]) for part in (q, k, v))
+        scores = self._scores(self, q, k)
+        weights = scores.view(len(x), 2, x.shape[1], x.shape[1]).masked_fill(~shown, low()).softmax(-1)
+        found = torch.bmm(weights.view(scores.shape), v) if self._merged else torch.matmul(weights, v)
+        found = found.view(len(x), 2, x.shape[1], -1)
+        result = x + self.out(found.transpose(1, 2).contiguous().flatten(2))
+        return result if self._besides is None else result + self._besides(scores, k)
+
+    def by_distance(self, given: Tensor) -> Tensor:
+        """A part of the scores of queries or keys: their products with the embedding of each distance."""
+        table = self.near.repeat(len(given) // 2, 1, 1) if self._merged else self.near
+        place = torch.arange(given.shape[-2])
+        distance = (place[:, None] - place).clamp(-2, 2) + 2
+        found = torch.matmul(given, table)
+        return torch.gather(found, -1, distance.expand(*given.shape[:-1], -1))
+
+
+def product(q: Tensor, k: Tensor) -> Tensor:
+    return torch.matmul(q, k.transpose(-1, -2) / 1.5)
+
+
+IN_PARTS: dict[str, Scores] = {
+    "a product": lambda m, q, k: product(q, k),
+    "of queries and distances": lambda m, q, k: product(q, k) + m.by_distance(q),
+    "of keys and distances": lambda m, q, k: m.by_distance(k).transpose(-1, -2) / 3 + product(q, k),
+    "of both": lambda m, q, k: product(q, k) + (m.by_distance(q) + m.by_distance(k).transpose(-1, -2)),
+    "twice the same": lambda m, q, k: (lambda found: found + found.tanh())(product(q, k)),
+    "keys of their own": lambda m, q, k: product(q, k) + product(q, k.tanh()),
+}
+
+NOT_APART: dict[str, Scores] = {
+    "centred": lambda m, q, k: product(q, k - k.mean(-2, keepdim=True)),
+    "ranked": lambda m, q, k: product(q, k) + product(q, k).cumsum(-1),
+    "less the largest": lambda m, q, k: product(q, k) - product(q, k).amax(-1, keepdim=True),
+    "by what keys give in turn": lambda m, q, k: product(q, product(k, k).matmul(k)),
+    "shown to distances of others": lambda m, q, k: product(q, k) + m.by_distance(q).transpose(-1, -2).flip(-1),
+    "divided by scores": lambda m, q, k: product(q, k) / (3 + product(q, k)).abs(),
+}
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["four dimensions", "three"])
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_scores_may_be_made_of_parts(name: str, merged: bool) -> None:
+    module = ScoresInParts(IN_PARTS[name], merged=merged, besides=None)
+    ours = Rewritten(module)
+    for kept in [(2, 5, 9), (9, 1, 4), (3, 3, 8, 6)]:
+        ids, mask = padded(*kept)
+        assert_as_eager(module, ours, ids, mask)
+        assert (int(mask.sum()), mask.numel()) in ours.kept()
+    assert ours.ran == {"some rows": 3}
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["four dimensions", "three"])
+@pytest.mark.parametrize("name", NOT_APART)
+def test_scores_that_are_made_from_other_keys_read_all_of_them(name: str, merged: bool) -> None:
+    ids, mask = padded(2, 5, 9)
+    assert reads_all(rewritten(ScoresInParts(NOT_APART[name], merged=merged, besides=None), ids, mask))
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["four dimensions", "three"])
+@pytest.mark.parametrize(
+    "besides", [lambda scores, k: scores.mean(), lambda scores, k: k.mean()], ids=["its scores", "its keys"]
+)
+def test_what_is_read_besides_attention_is_computed(besides: Callable[[Tensor, Tensor], Tensor], merged: bool) -> None:
+    ids, mask = padded(2, 5, 9)
+    assert reads_all(rewritten(ScoresInParts(IN_PARTS["of both"], merged=merged, besides=besides), ids, mask))
+
+
+def reads_all(ours: Rewritten) -> bool:
+    """Whether queries, keys and values are made for all tokens."""
+    linear = next(node for node in ours.proposal.traced.graph.nodes if node.target is torch.ops.aten.linear.default)
+    return isinstance(ours.proposal.plan.demands.of[linear], Everything)
 
 
 class TwoLayers(WrittenOut):
