@@ -6,12 +6,12 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from ort_accel.lowering.nodes import is_part, is_view, op_name, returned, user_line, writes
 from ort_accel.lowering.sizes import expression
 from ort_accel.rewrite.gradients import has_gradient
+from ort_accel.rewrite.in_place import written
 from ort_accel.rewrite.known import known_in_front
 from ort_accel.rewrite.labels import Loss, loss_in
 from ort_accel.rewrite.masking import masked
@@ -61,7 +61,7 @@ class _Search:
         self._graph, self._unread, self._wishes = graph, unread, wishes
         self._found = Demands()
         self._read: dict[fx.Node, list[Demand]] = defaultdict(list)
-        self._frozen = _written(graph)
+        self._frozen = written(graph)
         self._known = {node for node in known_in_front(graph) if not has_gradient(node)}
         self._said: set[tuple[fx.Node, fx.Node]] = set()
         """Readers of values of which was said where attention ends what is read."""
@@ -171,24 +171,9 @@ def is_lasting(node: fx.Node) -> bool:
     return not is_part(node) and writes(node) and getattr(node.target, "__module__", "") not in {"_operator", "math"}
 
 
-def _written(graph: fx.Graph) -> set[fx.Node]:
-    """All tensors that share memory with one that is changed in place."""
-    owner: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        looks = node.op == "call_function" and (is_view(node) or is_part(node) or _is_in_place(node))
-        first = node.all_input_nodes[0] if looks and node.all_input_nodes else node
-        owner[node] = owner.get(first, node)
-    changed = {owner[node] for node in graph.nodes if node.op == "call_function" and _is_in_place(node)}
-    return {node for node in graph.nodes if owner[node] in changed}
-
-
-def _is_in_place(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
 def writes_into_inputs(graph: fx.Graph) -> bool:
     """Whether a graph changes one of its inputs."""
-    return any(node.op == "placeholder" for node in _written(graph))
+    return any(node.op == "placeholder" for node in written(graph))
 
 
 def place_of(node: fx.Node) -> str:

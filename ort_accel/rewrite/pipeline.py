@@ -14,6 +14,7 @@ from ort_accel.lowering.nodes import is_random, is_view, returned
 from ort_accel.rewrite.demand import Demands, Wishes, find_demands, writes_into_inputs
 from ort_accel.rewrite.front import Batch, Front
 from ort_accel.rewrite.gradients import has_gradient, mark_gradients
+from ort_accel.rewrite.in_place import write_less
 from ort_accel.rewrite.packing import Packing
 from ort_accel.rewrite.plan import Plan, RowSet, has_labels, make_plan
 from ort_accel.rewrite.rows import Everything, Marked, has_keys
@@ -78,6 +79,7 @@ def propose(traced: fx.GraphModule, inputs: Sequence[Any], wishes: Wishes, unrea
     """A smaller graph for this one, without its unread outputs; `NothingToSkip` says why there is none."""
     if writes_into_inputs(traced.graph):
         raise NothingToSkip("the graph changes one of its inputs in place")
+    write_less(traced.graph)
     mark_gradients(traced.graph, inputs)
     demands = find_demands(traced.graph, set(unread), wishes)
     plan = make_plan(demands)

@@ -96,6 +96,17 @@ def selection(node: fx.Node, dims: Dims) -> Passage | None:
     return of_one(node, inner, lambda source, x: x.select(place, source.dense(index)))
 
 
+@RULES.of(aten.index)
+def places(node: fx.Node, dims: Dims) -> Passage | None:
+    """Of several places along one dimension, which are the same in each row."""
+    indices: Any = node.args[1]
+    ((dim, index), *more) = [(dim, item) for dim, item in enumerate(indices) if item is not None]
+    if more or dim in dims or rank_of(index) != 1 or value_of(index).dtype != torch.int64:
+        return None
+    before = [None] * packed_dim(dim, dims)
+    return of_one(node, dims, lambda source, x: aten.index.Tensor(x, [*before, source.dense(index)]))
+
+
 @RULES.of(aten.split, aten.split_with_sizes, aten.chunk, aten.unbind)
 def parts(node: fx.Node, dims: Dims) -> Passage | None:
     schema = [argument.name for argument in node.target._schema.arguments]
