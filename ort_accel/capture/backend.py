@@ -156,6 +156,8 @@ class Backend:
     def _with(self, unread: Unread, run: Callable[..., Any], module: fx.GraphModule) -> Callable[..., Any]:
         if unread.positions:
             self.skipping.leaves_unread()
+        elif torch.is_grad_enabled():
+            self.skipping.leaves_nothing(self._is_broken)
         return unread.stood_in_for(run, module, self.skipping.was_read)
 
     def _smaller(self, module: fx.GraphModule, inputs: Sequence[Any], tracer: Tracer, proposal: Proposal) -> Smaller:
@@ -279,7 +281,7 @@ class Backend:
 
 def _traced(module: fx.GraphModule, tracer: Tracer) -> fx.GraphModule:
     if own_backwards(module):
-        raise NothingToSkip("a part of the model has a backward of its own, or is checkpointed")
+        raise NothingToSkip("a part of the model has a backward of its own")
     return tracer.trace(module)
 
 

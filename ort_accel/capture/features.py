@@ -18,6 +18,9 @@ from ort_accel.reporting import Report
 from ort_accel.runtime.flavor import Flavor
 from ort_accel.runtime.session import SessionSettings
 
+UNSEEN = "no batch has been seen yet"
+"""Why rows and logits are not left out before anything is known of them."""
+
 OBEYED = (
     "version",
     "engine.enabled",
@@ -185,7 +188,7 @@ def _record_engine(config: Config, settings: SessionSettings, report: Report) ->
 def _record_skipping(config: Config, report: Report) -> None:
     """Until the first batch shows what it has."""
     for path in ("density.labels", "density.padding", "compute.upstream", "compute.loss_only"):
-        report.off(path, "switched off" if attrgetter(path)(config) is False else "no batch has been seen yet")
+        report.off(path, "switched off" if attrgetter(path)(config) is False else UNSEEN)
 
 
 def _record_compute(config: Config, report: Report) -> None:

@@ -5,6 +5,7 @@ It uses what is private to torch; checked with torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, detect_fake_mode
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
@@ -22,6 +24,9 @@ from torch.fx.traceback import preserve_node_meta
 from ort_accel.capture.known_results import KnownResults
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource
 from ort_accel.rewrite.pipeline import NothingToSkip
+
+PLAIN = {"use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop"}
+"""What a checkpoint may be told that changes none of its numbers: random ones are the same again in any case."""
 
 
 def breaks_off(module: fx.GraphModule) -> bool:
@@ -36,7 +41,15 @@ def _symbols(size: Any) -> set[sympy.Symbol]:
 
 def own_backwards(module: fx.GraphModule) -> bool:
     """Whether parts of a graph are differentiated, or run again, in a way that tracing would lose."""
-    return any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in module.graph.nodes)
+    return any(_is_lost(node) for node in module.graph.nodes)
+
+
+def _is_lost(node: fx.Node) -> bool:
+    """Of what is in a checkpointed part all is kept, but not what a script asks to be saved of it."""
+    if node.target is not tag_activation_checkpoint:
+        return isinstance(node.target, torch._ops.HigherOrderOperator)
+    body = operator.attrgetter(node.args[0].target)(node.graph.owning_module)  # type: ignore[union-attr, arg-type]
+    return bool(node.kwargs.keys() - PLAIN) or "_checkpoint_context_fn" in body.meta or own_backwards(body)
 
 
 class Tracer:

@@ -2,6 +2,8 @@
 
 What an operator gives on fake tensors with open sizes takes milliseconds to compute: attention 60 of them. Dynamo did
 so to capture the graph, and keeps the results. It uses what is private to torch; checked with torch 2.11 to 2.13.
+
+A checkpointed part is traced as what is in it, marked as what the backward computes again.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import SymFloat, SymInt, Tensor, fx
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._ops import OpOverload
 from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -20,6 +24,8 @@ from torch.amp.autocast_mode import _enter_autocast
 from torch.fx.experimental import proxy_tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
+
+from ort_accel.recompute.checkpoints import mark
 
 aten = torch.ops.aten
 
@@ -65,14 +71,22 @@ class KnownResults(fx.Interpreter):
         self._mode = mode
         self._node: fx.Node | None = None
         self._is_cast = False
+        self.regions = count(1)
+        """Numbers for checkpointed parts."""
         self.table: dict[OpOverload, Callable[..., Any]] = {
             op: partial(self._record, op) for op in (*CALLS, *PARTS.values())
         }
 
     def run_node(self, n: fx.Node) -> Any:
-        self._node = n
-        self._is_cast |= n.target is _enter_autocast and _changes_types(*n.args)
+        self.note(n)
+        if n.target is tag_activation_checkpoint:
+            return run_again(self, n, self)
         return super().run_node(n)
+
+    def note(self, node: fx.Node) -> None:
+        """Learn which node is run next."""
+        self._node = node
+        self._is_cast |= node.target is _enter_autocast and _changes_types(*node.args)
 
     def _record(self, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         """Write an operator into the trace, with the result that is known; `NotImplemented` where none is."""
@@ -99,6 +113,28 @@ class KnownResults(fx.Interpreter):
         is_changed = known.is_inference() or known._version
         is_given = any(item.meta.get("example_value") is known for item in self._node.all_input_nodes)
         return None if is_changed or is_given else known
+
+
+def run_again(reader: fx.Interpreter, node: fx.Node, around: KnownResults) -> Any:
+    """What a checkpointed part gives, which `node` calls."""
+    (body, *args), _ = reader.fetch_args_kwargs_from_env(node)
+    return _Again(body, around).run(*args)
+
+
+class _Again(fx.Interpreter):
+    """Runs the graph of a checkpointed part while the one around it is traced."""
+
+    def __init__(self, body: fx.GraphModule, around: KnownResults) -> None:
+        super().__init__(body)
+        self._around, self._region = around, next(around.regions)
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_function" or n.op == "call_method":
+            mark(n, self._region)
+            self._around.note(n)
+        if n.target is tag_activation_checkpoint:
+            return run_again(self, n, self._around)
+        return super().run_node(n)
 
 
 def _changes_types(kind: Any, _: Any, enabled: Any, *__: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from ort_accel.capture.features import UNSEEN
 from ort_accel.config import Config
 from ort_accel.config.values import Switch
 from ort_accel.errors import OrtAccelError
@@ -162,6 +163,12 @@ class SkippingPolicy:
     def leaves_unread(self) -> None:
         """Outputs are not computed unless they are read."""
         self.report.applied("compute.loss_only", "logits are computed only if the script reads them")
+
+    def leaves_nothing(self, may_read: bool) -> None:
+        """A graph of a step gives nothing that could be left out; `may_read` if Python goes on with what it gives."""
+        if self.loss_only and self.report.features["compute.loss_only"].reason == UNSEEN:
+            nothing = "nothing that a step gives has a place for each token"
+            self.report.off("compute.loss_only", "Python runs between graphs, and may read" if may_read else nothing)
 
 
 def _impossible(feature: str, why: str) -> str:

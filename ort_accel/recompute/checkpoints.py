@@ -27,6 +27,11 @@ class Marks:
     """Operators whose results a region begins with: they are kept, whatever else is chosen."""
 
 
+def mark(node: fx.Node, region: int) -> None:
+    """Say of an operator that the backward is to compute it again. Regions that come later have larger numbers."""
+    node.meta[MARK], node.meta[REGION] = CheckpointPolicy.PREFER_RECOMPUTE, region
+
+
 def take_marks(joint: fx.Graph) -> Marks:
     """The marks of a joint graph, which is without them afterwards."""
     marked = [node for node in forward_nodes(joint) if node.meta.get(MARK) in AGAIN]

@@ -93,7 +93,7 @@ def attention_in(node: fx.Node) -> Attention | None:
     names = [argument.name for argument in node.target._schema.arguments]
     given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
     parts = [given["query"], given["key"], given["value"]]
-    if any(value_of(item).ndim != 4 for item in parts) or given.get("enable_gqa", False):
+    if any(value_of(item).ndim != 4 for item in parts):
         return None
     if expression(value_of(parts[0]).shape[0]) != expression(value_of(parts[1]).shape[0]):
         return None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ort_accel
 from ort_accel.errors import OrtAccelError
@@ -35,11 +35,21 @@ class FirstToken(Model):
 
 
 class Checkpointed(Model):
-    """Computes its head again in the backward."""
+    """Computes its body and its head again in the backward."""
+
+    def __init__(self, **how: object) -> None:
+        super().__init__()
+        self._how = how
 
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor | None = None) -> Output:
-        logits = checkpoint(self.head, self.body(ids, mask), use_reentrant=False)
+        hidden = checkpoint(self.body, ids, mask, use_reentrant=False, **self._how)
+        logits = checkpoint(self.head, hidden, use_reentrant=False, **self._how)
         return Output(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+
+
+def kept_products() -> tuple[object, object]:
+    """What `context_fn` of a checkpoint may give: results that are saved all the same."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
 
 
 def states(model: nn.Module) -> dict[str, State]:
@@ -248,6 +258,13 @@ class TestReadingTheLogits:
         assert report(ours).features["compute.loss_only"].state is State.OFF
 
 
+def test_a_step_that_gives_nothing_for_each_token_says_so() -> None:
+    eager, ours = pair(FirstToken(), engine())
+    assert_step_as_eager(eager, ours, **batch(4, 10))
+    feature = report(ours).features["compute.loss_only"]
+    assert (feature.state, feature.reason) == (State.OFF, "nothing that a step gives has a place for each token")
+
+
 def test_gradients_add_up_over_several_batches() -> None:
     eager, ours = pair(Model(), engine())
     for model in (eager, ours):
@@ -289,7 +306,17 @@ def test_operands_of_different_types_meet_in_attention_as_in_eager_mode() -> Non
     assert report(ours).counters["batches run on some rows"] == 1
 
 
-def test_a_part_that_is_checkpointed_leaves_the_graph_whole() -> None:
+def test_a_checkpointed_part_is_computed_again_for_the_rows_that_count() -> None:
     eager, ours = pair(Checkpointed(), engine())
+    for seed, given in enumerate((batch(4, 10), batch(3, 9))):
+        assert_step_as_eager(eager, ours, **given, seed=seed)
+    assert report(ours).counters["batches run on some rows"] == 2
+    (memory,) = report(ours).memory.values()
+    assert memory.repeated > 10
+    assert memory.stash < 0.5 * memory.stash_without
+
+
+def test_a_checkpoint_that_is_told_what_to_keep_leaves_the_graph_whole() -> None:
+    eager, ours = pair(Checkpointed(context_fn=kept_products), engine())
     assert_step_as_eager(eager, ours, **batch(4, 10))
-    assert "checkpointed" in report(ours).features["density.labels"].reason
+    assert "a backward of its own" in report(ours).features["density.labels"].reason

@@ -192,6 +192,20 @@ def test_a_step_on_the_engine_equals_eagers(name: str) -> None:
     assert compilations(ours) == (2 * once if name in SIZES_ARE_LEARNED else once)
 
 
+@pytest.mark.parametrize("name", mostly_long(("bert", "llama", "bart"), "llama"))
+def test_layers_that_are_checkpointed_are_computed_again_for_the_rows_that_count(name: str) -> None:
+    eager, ours = pair(MODELS[name][0](), CONFIG)
+    for model in (eager, ours):
+        model.gradient_checkpointing_enable()
+    for seed, batch in enumerate(batches(name)):
+        assert_step_as_eager(eager, ours, **batch, seed=seed)
+    assert report(ours).counters["batches run on some rows"] >= (1 if name == "bart" else len(SIZES) - 1)
+    assert compilations(ours) == 2, "a forward and a backward"
+    (memory,) = report(ours).memory.values()
+    assert memory.repeated
+    assert memory.stash < 0.75 * memory.stash_without
+
+
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ON_THE_ENGINE])
 def test_a_step_of_the_smaller_graph_equals_eagers(name: str) -> None:
     eager = MODELS[name][0]()

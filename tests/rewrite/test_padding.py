@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ort_accel.rewrite.demand import Wishes
 from tests.rewrite.modules import Attention, first_tokens, keys_of, padded
@@ -83,6 +84,20 @@ def test_causal_attention_without_a_mask() -> None:
     module = Attention(lambda x: x[:, 3], lambda mask: None, is_causal=True)
     ours = rewritten(module, *padded(9, 9))
     assert ours.kept() == [(2, 18), (8, 18)]
+
+
+class Grouped(Attention):
+    """Two heads of queries share one of keys and values, as decoders have it that are called without a mask."""
+
+    def attend(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (part.transpose(1, 2) for part in self.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2))
+        found = F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], is_causal=True, enable_gqa=True)
+        return x + self.out(found.transpose(1, 2).flatten(2))
+
+
+def test_grouped_heads_reach_back_only() -> None:
+    ours = rewritten(Grouped(lambda x: x[:, 4], lambda mask: None), *padded(2, 5, 9))
+    assert sorted(ours.kept()) == [(3, 27), (15, 27)]
 
 
 def test_dropout_in_attention_draws_for_all_pairs() -> None:
