@@ -54,6 +54,7 @@ def bench(
     labelled: Annotated[
         float | None, typer.Option(min=0, max=1, help="The share of all tokens with a label (bert-mlm, gpt2, llama).")
     ] = None,
+    checkpointing: Annotated[bool, typer.Option(help="The model's own gradient checkpointing.")] = False,
     precision: Annotated[Precision, typer.Option(help="bf16 is autocast.")] = Precision.FP32,
     steps: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 15,
     warmup: Annotated[int, typer.Option(min=0, help="Rounds before.")] = 3,
@@ -89,7 +90,8 @@ def bench(
     from ort_accel.config import load_config
     from ort_accel.errors import OrtAccelError
 
-    size = Workload(model, hidden, layers, heads, kv_heads, batch, length, vocab, dropout, precision, density, labelled)
+    sizes = hidden, layers, heads, kv_heads, batch, length, vocab
+    size = Workload(model, *sizes, dropout, precision, density, labelled, checkpointing)
     effort = Effort(steps, warmup, threads or torch.get_num_threads(), fresh)
     try:
         result = run(size, load_config(config), contenders or list(Contender), effort)

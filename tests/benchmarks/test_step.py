@@ -129,3 +129,10 @@ def test_the_ratio_lies_within_its_interval_and_slow_rounds_do_not_move_it():
     assert ratio.ratio == pytest.approx(2)
     assert ratio.low <= ratio.ratio <= ratio.high
     assert summary([3.0]).median == 3.0
+
+
+def test_a_model_with_gradient_checkpointing_computes_its_layers_again():
+    size = Workload("bert", hidden=8, layers=1, heads=2, batch=2, length=4, vocab=20, checkpointing=True)
+    model = build(size)
+    assert model.is_gradient_checkpointing
+    assert str(size).endswith("gradient checkpointing")

@@ -40,19 +40,26 @@ class Workload:
     """The share of tokens that are not padding."""
     labelled: float | None = None
     """The share of all tokens that have a label; None is what is usual for the model."""
+    checkpointing: bool = False
+    """Whether the model computes its layers again in the backward, as transformers does it."""
 
     def __str__(self) -> str:
         size = f"{self.layers} layers of {self.hidden}, {self.heads} heads, batch {self.batch} x {self.length}"
         shares = f", {self.density:.0%} of the tokens valid" if self.density < 1 else ""
         shares += f", {self.labelled:.0%} labelled" if self.labelled is not None else ""
-        return f"{self.model}: {size}, vocabulary {self.vocab:,}, dropout {self.dropout:g}, {self.precision}{shares}"
+        again = ", gradient checkpointing" if self.checkpointing else ""
+        numbers = f"vocabulary {self.vocab:,}, dropout {self.dropout:g}, {self.precision}"
+        return f"{self.model}: {size}, {numbers}{shares}{again}"
 
 
 def build(workload: Workload) -> nn.Module:
     """The model, with random weights from a fixed seed, in training mode."""
     torch.manual_seed(0)
-    model: nn.Module = MODELS[workload.model][0](workload)
-    return model.train()
+    model: Any = MODELS[workload.model][0](workload)
+    if workload.checkpointing:
+        model.gradient_checkpointing_enable()
+    trained: nn.Module = model.train()
+    return trained
 
 
 def batch_of(workload: Workload) -> Batch:
