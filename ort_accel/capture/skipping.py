@@ -167,8 +167,10 @@ class SkippingPolicy:
     def leaves_nothing(self, may_read: bool) -> None:
         """A graph of a step gives nothing that could be left out; `may_read` if Python goes on with what it gives."""
         if self.loss_only and self.report.features["compute.loss_only"].reason == UNSEEN:
-            nothing = "nothing that a step gives has a place for each token"
-            self.report.off("compute.loss_only", "Python runs between graphs, and may read" if may_read else nothing)
+            why = "Python runs between graphs, and may read the logits"
+            self.report.off(
+                "compute.loss_only", why if may_read else "nothing that a step gives has a place for each token"
+            )
 
 
 def _impossible(feature: str, why: str) -> str:

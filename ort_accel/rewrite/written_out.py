@@ -81,6 +81,8 @@ def written_out(node: fx.Node) -> Attention | None:
         return None
     if not _is_read_inside(scores, softmax) or not _is_read_inside(values, product):
         return None
+    if any(not _has_heads_of(item, queries[0].node) for item in (node, softmax, *(step.node for step in scores.steps))):
+        return None
     hides = tuple(_hiding(softmax.args[0], scores))
     parts = queries[0].node, keys[0].node, value.node
     return Attention(node, *parts, None, 0.0, False, None, tuple(operands), hides)
@@ -159,7 +161,7 @@ def _parts(node: fx.Node, places: _Places) -> list[tuple[Any, _Places]]:
     """The arguments that a value's queries and keys come from, and where these lie in them."""
     name, args = _name(node), node.args
     rank = rank_of(node) if isinstance(node.meta.get("val"), torch.Tensor) else 0
-    if name in ON_SCORES:
+    if name in ON_SCORES and not (name == "div" and args[0] is args[1]):
         given = args[1:3] if name == "where" else args[:2] if name in {"add", "sub", "mul"} else args[:1]
         return [(item, _held(item, node, places)) for item in given if shape_of(item) is not None]
     if node.target in PRODUCTS:
@@ -168,7 +170,8 @@ def _parts(node: fx.Node, places: _Places) -> list[tuple[Any, _Places]]:
         return [(args[0], _held(args[0], node, places)), *_factors(args[1], args[2], rank, places)]
     if name == "gather":
         along: Any = args[1]
-        return [(args[0], _Places(*(None if at == along % rank else at for at in places)))]
+        is_inside = along % rank >= rank - 2
+        return [(args[0], _Places(*(None if at == along % rank else at for at in places)))] if is_inside else []
     if name in {"transpose", "permute", "t"}:
         order = order_of(node)
         return [(args[0], _Places(*(None if at is None else order[at] for at in places)))]
@@ -219,6 +222,11 @@ def _fit(query: Operand, value: Operand, operands: list[Operand]) -> bool:
         if forms.setdefault(item.node, item.dims) != item.dims:
             return False
     return same_shape(value_of(query.node).shape[:2], value_of(value.node).shape[:2])
+
+
+def _has_heads_of(node: fx.Node, query: fx.Node) -> bool:
+    """Whether a value of four dimensions begins with the same sequences and heads."""
+    return rank_of(node) != 4 or same_shape(value_of(node).shape[:2], value_of(query).shape[:2])
 
 
 def _is_read_inside(found: _Found, end: fx.Node) -> bool:

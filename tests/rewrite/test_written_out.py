@@ -150,7 +150,16 @@ NOT_APART: dict[str, Scores] = {
     "less the largest": lambda m, q, k: product(q, k) - product(q, k).amax(-1, keepdim=True),
     "by what keys give in turn": lambda m, q, k: product(q, product(k, k).matmul(k)),
     "shown to distances of others": lambda m, q, k: product(q, k) + m.by_distance(q).transpose(-1, -2).flip(-1),
+    "of other sequences": lambda m, q, k: (
+        product(q, k)
+        + torch.gather(
+            product(q, k),
+            0,
+            (torch.arange(len(q)) * 0).view(-1, *[1] * (q.ndim - 1)).expand(*q.shape[:-1], q.shape[-2]),
+        )
+    ),
     "divided by scores": lambda m, q, k: product(q, k) / (3 + product(q, k)).abs(),
+    "divided by themselves": lambda m, q, k: (lambda found: found / found)(product(q, k)),
 }
 
 
