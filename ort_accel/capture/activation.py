@@ -105,6 +105,7 @@ class ModelCall:
 
     def begin(self, args: Any, kwargs: Any) -> None:
         """Told of a call that is about to be made."""
+        self.backend.settle()
         self.backend.progress.call()
         if self.backend.inspector is not None:
             self.backend.inspector.call(self.model, args, kwargs)

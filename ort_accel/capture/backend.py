@@ -35,7 +35,7 @@ from ort_accel.lowering.program import Program
 from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.logs import configure, speaks
 from ort_accel.observe.memory_watch import MemoryWatch
-from ort_accel.observe.process_memory import keep_freed_blocks, return_large_blocks
+from ort_accel.observe.process_memory import keep_freed_blocks, return_free_memory, return_large_blocks
 from ort_accel.observe.progress import Progress
 from ort_accel.observe.report_file import ReportFile
 from ort_accel.recompute.gradients import gradients_of
@@ -107,7 +107,8 @@ class Backend:
             steps_early=self.lowering.leaves is not None and config.optimizer.step_in_backward,
         )
         self.recompute = Recompute(config.memory, report, cutter, holding, config.observe.memory_stats)
-        self._graphs = 0
+        self._graphs = self._settled = 0
+        self._keeps_memory = False
         self._is_broken = False
         self.report_file = self._report_file()
         self.memory_watch = self._memory_watch()
@@ -184,6 +185,13 @@ class Backend:
         )
         return compile_graph(module, inputs)
 
+    def settle(self) -> None:
+        """Give back what compiling left behind, once, before the next step: it is of no size that steps need."""
+        if self._settled < self._graphs:
+            self._settled = self._graphs
+            if self._keeps_memory:
+                return_free_memory()
+
     def _memory_watch(self) -> MemoryWatch | None:
         """What follows the memory of steps, where that is asked for or little is to be held."""
         wished, frugal = self.config.observe.memory_stats, self.config.memory.frugal
@@ -191,7 +199,7 @@ class Backend:
             if self.config.memory.budget is not None:
                 return_large_blocks()
             elif not frugal:
-                keep_freed_blocks()
+                self._keeps_memory = keep_freed_blocks()
         if not wished and not frugal:
             return None
         prints = wished and speaks(self.config.observe.log_level)
