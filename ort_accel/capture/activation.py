@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ort_accel.capture.backend import Backend
 from ort_accel.capture.checks import Checks
-from ort_accel.capture.dynamo import GraphBreaks, capturing, graph_breaks_in
+from ort_accel.capture.dynamo import GraphBreaks, capturing, forget, graph_breaks_in
 from ort_accel.capture.open_sizes import Foreseen, OpenSizes
 from ort_accel.capture.problem_type import settle_problem_type
 from ort_accel.capture.skipping import Mode
@@ -71,6 +71,7 @@ class Compiled:
         """What runs in a mode; what was compiled for another one is kept."""
         if mode not in self._calls:
             entry = own_entry(self._plain, self._name)
+            finalize(entry, forget, entry.__code__, ref(self._backend)).atexit = False
             self._calls[mode] = torch.compile(entry, backend=self._backend, dynamic=_dynamic(self._backend))
         return self._calls[mode]
 

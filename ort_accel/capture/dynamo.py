@@ -6,9 +6,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
+from weakref import ref
 
 import torch
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import eval_frame, utils
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx.experimental import _config as shape_settings
@@ -66,6 +69,18 @@ def without_checks() -> Iterator[None]:
             yield
     else:
         yield
+
+
+def forget(code: CodeType, backend: ref[Any]) -> None:
+    """Let go of all that was compiled for code that nothing calls any more, and of its backend.
+
+    By itself Dynamo keeps both for good: what was compiled for some code keeps that code. Behind a graph break it
+    compiles code that models share, with which this stays.
+    """
+    reset_code(code)
+    for key, kept in list(eval_frame.cached_backends.items()):
+        if getattr(kept, "compiler_fn", kept) is backend():
+            del eval_frame.cached_backends[key]
 
 
 class GraphBreaks:

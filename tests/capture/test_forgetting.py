@@ -1,0 +1,67 @@
+"""What was compiled for a model goes with the model."""
+
+from __future__ import annotations
+
+import gc
+from weakref import ref
+
+import torch
+from torch import nn
+from torch._dynamo import eval_frame
+
+import ort_accel
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).relu().sum()
+
+
+def backends() -> set[int]:
+    return set(eval_frame.cached_backends)
+
+
+def trained() -> list[ref[object]]:
+    """References to a model and to what runs it, of which nothing else is left."""
+    model = ort_accel.accelerate(Plain())
+    for rows in (2, 3):
+        model(torch.randn(rows, 3)).backward()
+    return [ref(model), ref(model._compiled_call_impl), ref(model._compiled_call_impl.backend)]
+
+
+def test_all_that_was_compiled_goes_with_the_model() -> None:
+    trained()  # Dynamo keeps something of the last compilation
+    before = backends()
+    gone = trained()
+    trained()
+    gc.collect()
+    assert [kind() for kind in gone] == [None, None, None]
+    assert backends() == before
+
+
+def test_restoring_lets_go_of_it_while_the_model_lives() -> None:
+    model = ort_accel.accelerate(Plain())
+    model(torch.randn(2, 3)).backward()
+    backend = ref(model._compiled_call_impl.backend)
+    ort_accel.restore(model)
+    trained()
+    gc.collect()
+    assert backend() is None
+    assert model(torch.ones(2, 3)).isfinite()
+
+
+def test_a_backward_runs_when_its_model_is_gone() -> None:
+    model = ort_accel.accelerate(Plain())
+    weight, x = model.linear.weight, torch.randn(2, 3)
+    expected = torch.autograd.grad((x @ weight.T + model.linear.bias).relu().sum(), weight)[0]
+    loss = model(x)
+    gone = ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    loss.backward()
+    torch.testing.assert_close(weight.grad, expected)
