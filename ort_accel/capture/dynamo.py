@@ -80,7 +80,7 @@ def forget(code: CodeType, backend: ref[Any]) -> None:
     reset_code(code)
     for key, kept in list(eval_frame.cached_backends.items()):
         if getattr(kept, "compiler_fn", kept) is backend():
-            del eval_frame.cached_backends[key]
+            eval_frame.cached_backends.pop(key, None)  # collecting garbage may have come here in between
 
 
 class GraphBreaks:
