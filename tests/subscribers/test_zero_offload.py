@@ -12,7 +12,7 @@ from tests.tiers import mostly_long
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 LONG = ["bert", "lora", "checkpointing", "stage 0", "stage 1", "evaluation"]
-OTHERS = ["llama", "skipping", "offloaded", "stage 2", "refusals"]
+OTHERS = ["llama", "skipping", "offloaded", "stage 2", "refusals", "parts"]
 UNDER_STAGE_3 = mostly_long(
     ["llama", "bert", "lora", "checkpointing", "skipping", "offloaded"], "llama", "skipping", "offloaded"
 )
@@ -56,6 +56,21 @@ def test_no_more_is_gathered_than_two_layers_and_the_embeddings(see, name):
 def test_gradients_of_no_more_than_a_layer_wait_to_be_shared(see, name):
     for run in see(name):
         assert 0 < run["gradients"] <= run["layer"]
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(("case", "rounding"), [("even", 1e-6), ("odd", 1e-6), ("one", 1e-6), ("small", 2**-7)])
+def test_each_process_keeps_the_parts_of_gradients_that_deepspeed_would_give_it(see, case, rounding):
+    for run in see("parts"):
+        assert run[case]["sizes"]
+        assert run[case]["types"]
+        assert run[case]["furthest"] <= rounding
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", UNDER_STAGE_3)
+def test_deepspeed_shares_gradients_its_own_way_again_afterwards(see, name):
+    assert [run["left behind"] for run in see(name)] == [[], []]
 
 
 @needs_deepspeed

@@ -9,6 +9,7 @@ from unittest import mock
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero import stage3
 from packaging.specifiers import SpecifierSet
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -166,6 +167,7 @@ def stage_3(name, rank, **zero):
         "live": live,
         "alive": alive,
         "gradients": gradients,
+        "left behind": [name for name in vars(engine.optimizer) if zero_offload._SHARE in name],
         "looks": len(watch.seen),
         "layer": max(map(numel, layers)),
         "tables": sum({id(table.weight): numel(table) for table in tables}.values()),
@@ -255,6 +257,27 @@ def refusals(rank):
     return found
 
 
+def parts(rank):
+    """What each process keeps of gradients, as DeepSpeed shares them and as the engine does."""
+    found = {}
+    for name, dtype, shapes in (
+        ("even", torch.float32, [(4, 6), (2,), (8, 8)]),
+        ("odd", torch.float32, [(5, 3), (1,), (7,), (4, 4)]),
+        ("one", torch.float32, [(3, 3)]),
+        ("small", torch.bfloat16, [(5, 3), (2, 2)]),
+    ):
+        numbers = torch.Generator().manual_seed(rank)
+        gradients = [torch.randn(shape, generator=numbers).to(dtype) for shape in shapes]
+        usual = stage3.reduce_scatter_coalesced([gradient.clone() for gradient in gradients])
+        ours = zero_offload._averaged_parts(None, gradients)
+        found[name] = {
+            "sizes": [part.numel() for part in usual] == [part.numel() for part in ours],
+            "types": {str(part.dtype) for part in ours} == {str(dtype)},
+            "furthest": (torch.cat(usual) - torch.cat(ours)).abs().max().item(),
+        }
+    return found
+
+
 def runs(rank, folder):
     offloaded = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     return {
@@ -263,6 +286,7 @@ def runs(rank, folder):
         **{f"stage {stage}": partial(whole_model, rank, stage) for stage in (0, 1, 2)},
         "evaluation": partial(evaluation, rank, folder),
         "refusals": partial(refusals, rank),
+        "parts": partial(parts, rank),
     }
 
 
