@@ -316,7 +316,7 @@ def _averaged_parts(usual: Any, gradients: list[torch.Tensor], group: Any = None
     process is sent just what it has to add up: 16 MiB of gradients take two processes 10 ms instead of 35.
     """
     processes = dist.get_world_size(group)
-    if processes == 1 or "gloo" not in dist.get_backend(group) or any(g.device.type != "cpu" for g in gradients):
+    if processes == 1 or dist.get_backend(group) != "gloo":
         return usual(gradients, group)  # type: ignore[no-any-return]
     sizes = [-(-g.numel() // processes) for g in gradients]
     outgoing = torch.cat(
