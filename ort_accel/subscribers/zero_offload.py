@@ -177,12 +177,13 @@ def _private_missing(owner: Any, names: Sequence[str]) -> list[str]:
 
 
 def _mangled(owner: Any, name: str) -> str:
-    """What Python makes of a name with two underscores in the class of an object."""
-    return f"_{type(owner).__name__}__{name}"
+    """What Python makes of a name with two underscores in the class that has it: an object's, or one above."""
+    return f"_{_class_with(owner, name).__name__.lstrip('_')}__{name}"
 
 
-def _module_of(thing: Any) -> ModuleType:
-    return sys.modules[type(thing).__module__]
+def _class_with(owner: Any, name: str) -> type:
+    kinds = type(owner).__mro__
+    return next((kind for kind in kinds if hasattr(owner, f"_{kind.__name__.lstrip('_')}__{name}")), kinds[0])
 
 
 class _Gathering:
@@ -284,7 +285,7 @@ class _Sharing:
     """Lets DeepSpeed's optimizer share gradients by `_averaged_parts`, for this optimizer alone."""
 
     def __init__(self, zero: Any) -> None:
-        self._zero, self._module = zero, _module_of(zero)
+        self._zero, self._module = zero, self._module_of(zero)
         self._method = getattr(zero, _mangled(zero, _SHARE))
         self._function = getattr(self._module, _REDUCE_SCATTER)
         setattr(zero, _mangled(zero, _SHARE), self._share)
@@ -295,9 +296,14 @@ class _Sharing:
     @staticmethod
     def missing(zero: Any) -> list[str]:
         """What of it this DeepSpeed does not have."""
-        module = _module_of(zero)
+        module = _Sharing._module_of(zero)
         functions = [] if hasattr(module, _REDUCE_SCATTER) else [f"{module.__name__}.{_REDUCE_SCATTER}"]
         return _private_missing(zero, [_SHARE]) + functions
+
+    @staticmethod
+    def _module_of(zero: Any) -> ModuleType:
+        """Where DeepSpeed's method looks up the function."""
+        return sys.modules[_class_with(zero, _SHARE).__module__]
 
     def _share(self, *given: Any, **named: Any) -> Any:
         # The function is another one for the time of this call: other optimizers of this process share as they did.

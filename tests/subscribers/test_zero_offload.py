@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 import ort_accel
-from ort_accel.subscribers import SubscriberManager, ZeROOffloadSubscriber
+from ort_accel.subscribers import SubscriberManager, ZeROOffloadSubscriber, zero_offload
 from tests.ranks import run_ranks, runs_in_ranks
 from tests.tiers import mostly_long
 
@@ -131,6 +131,21 @@ def test_what_cannot_run_by_layers_trains_as_deepspeed_does_and_says_why(see, na
         assert (run["name"], run["state"]) == ("engine", "refused")
         assert reason in run["reason"]
         assert run["losses"] == plain["stock"][:4]
+
+
+def test_what_is_private_to_a_class_is_found_in_those_that_inherit_it():
+    class Base:
+        def __init__(self):
+            self.__limit = 1
+
+        def __share(self):
+            raise NotImplementedError
+
+    class Special(Base):
+        pass
+
+    assert zero_offload._private_missing(Special(), ["limit", "share", "other"]) == ["Special.__other"]
+    assert getattr(Special(), zero_offload._mangled(Special(), "limit")) == 1
 
 
 def test_a_model_that_is_not_partitioned_is_refused():
