@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ort_accel.capture.in_eager import in_eager
 from ort_accel.errors import OrtAccelError
 
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ class EagerAgain:
             cast = torch.autocast(self._device.type, dtype, enabled=enabled)
             try:
                 with torch.set_grad_enabled(self._gradients), cast:
-                    self._results = self._module(*self._inputs)
+                    self._results = in_eager(self._module)(*self._inputs)
             finally:
                 generator.set_state(present)
             self._inputs = ()

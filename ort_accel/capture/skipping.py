@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ort_accel.capture.features import UNSEEN
+from ort_accel.capture.in_eager import in_eager
 from ort_accel.config import Config
 from ort_accel.config.values import Switch
 from ort_accel.errors import OrtAccelError
@@ -213,7 +214,7 @@ class Skipping:
         is_possible = batch.fits and self._holds([*inputs, *batch.tables])
         self._policy.ran(self._proposal, batch, compact=is_possible)
         if not is_possible:  # what eager mode gives depends on rows that the smaller graph leaves out
-            return self._module(*inputs)
+            return in_eager(self._module)(*inputs)
         return self._run(*inputs, *batch.tables)
 
 

@@ -47,6 +47,18 @@ class Checkpointed(Model):
         return Output(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
 
 
+class CheckpointedFirstToken(FirstToken):
+    """Computes parts of its body again in the backward, one of them within another."""
+
+    def body(self, ids: Tensor, mask: Tensor) -> Tensor:
+        inner = super().body
+
+        def twice(ids: Tensor, mask: Tensor) -> Tensor:
+            return self.drop(checkpoint(inner, ids, mask, use_reentrant=False))
+
+        return checkpoint(twice, ids, mask, use_reentrant=False)
+
+
 def kept_products() -> tuple[object, object]:
     """What `context_fn` of a checkpoint may give: results that are saved all the same."""
     return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
@@ -314,6 +326,26 @@ def test_a_checkpointed_part_is_computed_again_for_the_rows_that_count() -> None
     (memory,) = report(ours).memory.values()
     assert memory.repeated > 10
     assert memory.stash < 0.5 * memory.stash_without
+
+
+def test_checkpointed_parts_of_a_batch_whose_padding_is_read_drop_the_same_in_both_directions() -> None:
+    sizes: dict[str, Any] = {"dynamic_shapes": "auto"}  # Dynamo cannot nest checkpoints where all sizes are open
+    eager, ours = pair(CheckpointedFirstToken(), engine(density={"padding": True}, engine=sizes))
+    assert_step_as_eager(eager, ours, **batch(4, 10))
+    read = batch(4, 10, seed=1)
+    read["mask"][2] = 0
+    assert_step_as_eager(eager, ours, **read)
+    assert report(ours).counters["batches run on all rows"] == 1
+
+
+def test_logits_behind_a_checkpoint_that_are_read_have_eagers_gradients() -> None:
+    eager, ours = pair(Checkpointed(), engine())
+
+    def loss(output: Output) -> Tensor:
+        return output.logits.logsumexp(-1).sum()
+
+    assert_same(*(step(model, **batch(4, 10), loss=loss) for model in (ours, eager)))
+    assert states(ours)["compute.loss_only"] is State.REFUSED
 
 
 def test_a_checkpoint_that_is_told_what_to_keep_leaves_the_graph_whole() -> None:

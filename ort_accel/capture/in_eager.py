@@ -1,0 +1,36 @@
+"""Running a captured graph in eager mode.
+
+Dynamo writes a checkpointed part as an operator, which AOTAutograd is meant to trace: called in eager mode, it computes
+the part again with other random numbers in the backward than in the forward, so that gradients belong to no forward.
+It uses what is private to torch; checked with torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch.utils.checkpoint import checkpoint
+
+
+def in_eager(module: fx.GraphModule) -> Callable[..., Any]:
+    """What gives a graph's results, and the gradients that the script's own lines would have given."""
+    if any(node.target is tag_activation_checkpoint for node in module.graph.nodes):
+        return lambda *inputs: _Checkpointing(module).run(*inputs)
+    return module
+
+
+class _Checkpointing(fx.Interpreter):
+    """Runs a graph whose checkpointed parts are computed again in the backward with the same random numbers."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.extra_traceback = False  # a bad batch raises what it raises in eager mode, without a dump of the graph
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target is not tag_activation_checkpoint:
+            return super().run_node(n)
+        (body, *inputs), _ = self.fetch_args_kwargs_from_env(n)
+        return checkpoint(in_eager(body), *inputs, use_reentrant=False)
