@@ -224,7 +224,11 @@ def ort_backend(report: Report, device: torch.device = CPU) -> Backend:
     def fail(error: Exception) -> bool:
         raise error
 
+    def not_compiled(_: str, error: Exception) -> None:
+        raise error
+
     backend.lowering = dataclasses.replace(backend.lowering, failed=fail, for_speed=False)
+    backend.policy.not_compiled = not_compiled  # type: ignore[method-assign]
     return backend
 
 

@@ -31,6 +31,7 @@ class Reason(StrEnum):
     SMALL = "too small to be worth a crossing"
     MUTATION = "changes its input"
     GRAPH_BREAK = "not captured"
+    NOT_COMPILED = "failed to compile"
     WISH = "asked for in the configuration"
     FAILED = "failed in ONNX Runtime"
     ELSEWHERE = "on another device"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import ort_accel
-from ort_accel.reporting import Report
+from ort_accel.reporting import Reason, Report
 
 RTOL, ATOL = 1e-4, 1e-5
 
@@ -70,8 +70,10 @@ def assert_same(ours: Trace, eager: Trace, rtol: float = RTOL, atol: float = ATO
 
 
 def assert_step_as_eager(eager: nn.Module, ours: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """One step of both, from the same seed."""
+    """One step of both, from the same seed; what is compared was compiled."""
     assert_same(step(ours, *args, **kwargs), step(eager, *args, **kwargs))
+    faults = [item for item in report(ours).fallbacks if item.reason is Reason.NOT_COMPILED]
+    assert not faults, faults
 
 
 def compilations(model: nn.Module) -> int:

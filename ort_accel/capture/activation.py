@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ort_accel.capture.backend import Backend
 from ort_accel.capture.checks import Checks
-from ort_accel.capture.dynamo import GraphBreaks, capturing, forget, graph_breaks_in
+from ort_accel.capture.dynamo import GraphBreaks, capturing, failed_at_once, forget, graph_breaks_in
 from ort_accel.capture.open_sizes import Foreseen, OpenSizes
 from ort_accel.capture.problem_type import settle_problem_type
 from ort_accel.capture.skipping import Mode
@@ -45,9 +45,10 @@ class Compiled:
         self._open_sizes = OpenSizes(backend.foreseen) if backend.config.engine.dynamic_shapes == "auto" else None
         self._breaks = GraphBreaks()
         self._checks = Checks(backend.report) if backend.config.engine.skip_checks else None
+        self._is_left_to_python = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self._is_left_to_python:
             return self._plain(*args, **kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, UnreadTensor) for leaf in leaves):
@@ -60,12 +61,28 @@ class Compiled:
         with capturing(), graph_breaks_in(backend.report, self._breaks, backend.policy.check):
             mode = backend.skipping.mode
             with self._checks.skipped_where_known(leaves, mode) if self._checks else nullcontext():
-                result = self._compiled(mode)(*args, **kwargs)
+                failure: Exception | None = None
+                try:
+                    result = self._compiled(mode)(*args, **kwargs)
+                except Exception as error:
+                    if not failed_at_once(error):
+                        raise
+                    failure = error
+            if failure is not None:
+                return self._in_python(failure, args, kwargs)
             if mode is None:  # the first batch has decided, and what was compiled is for that mode
                 first = self._calls.pop(None, None)
                 if first is not None:  # else another thread was here before
                     self._calls.setdefault(backend.skipping.mode, first)
             return result
+
+    def _in_python(self, error: Exception, args: Any, kwargs: Any) -> Any:
+        """Make a call, and all later ones, as eager mode does. If it raises an error, that says more than Dynamo's."""
+        result = self._plain(*args, **kwargs)
+        self._backend.skipping.refused(error)
+        self._backend.policy.not_compiled(f"a call of {self._name}", error)
+        self._is_left_to_python = True
+        return result
 
     def _compiled(self, mode: Mode | None) -> Callable[..., Any]:
         """What runs in a mode; what was compiled for another one is kept."""

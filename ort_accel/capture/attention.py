@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ort_accel.errors import OrtAccelError
 
 WAYS = {
     "fused": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION],
@@ -14,10 +17,23 @@ WAYS = {
 }
 
 
-def attention_as(wish: str) -> AbstractContextManager[None]:
+@contextmanager
+def attention_as(wish: str) -> Iterator[None]:
     """While this is entered, captured attention is written as wished. `auto` leaves the choice to PyTorch.
 
     A fused kernel stays one node, in both directions, which PyTorch runs; products become products in ONNX Runtime. A
-    kernel that was named and cannot run here (with dropout on CPU, say) is an error of PyTorch, which says so.
+    kernel that was named and cannot run here (with dropout on CPU, say) is an error.
     """
-    return sdpa_kernel(WAYS[wish]) if wish in WAYS else nullcontext()
+    if wish not in WAYS:
+        yield
+        return
+    try:
+        with sdpa_kernel(WAYS[wish]):
+            yield
+    except RuntimeError as error:
+        if "No viable backend" not in str(error):
+            raise
+        said = str(error).splitlines()[0]
+        raise OrtAccelError(
+            f"compute.attention is {wish}, which PyTorch cannot run here: {said}; set it to auto"
+        ) from error

@@ -15,9 +15,11 @@ from torch._guards import TracingContext
 from ort_accel.capture.attention import attention_as
 from ort_accel.capture.batch_norm_types import tell_true_types
 from ort_accel.capture.choice import chosen_runtime, estimator, opset, session_settings, tuner
+from ort_accel.capture.dynamo import FOR_DYNAMO
 from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features, refuse_missing
 from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
+from ort_accel.capture.in_eager import in_eager
 from ort_accel.capture.loss_only import Unread
 from ort_accel.capture.open_sizes import Foreseen
 from ort_accel.capture.placement import place_for
@@ -119,11 +121,19 @@ class Backend:
         refuse_forbidden(module, self.config.engine)
         refuse_moved(inputs, self.place)
         self._is_broken |= breaks_off(module)
-        with self.report.timed("capture"), attention_as(self.config.compute.attention):
-            may_leave_out = self.skipping.wants_any or self._leaves_unread
-            if may_leave_out and TracingContext.try_get() is not None:  # Dynamo knows what the sizes are
-                return self._for_rows(module, inputs)
-            return self._compile(module, inputs)
+        known = len(self.report.segments)
+        try:
+            with self.report.timed("capture"), attention_as(self.config.compute.attention):
+                may_leave_out = self.skipping.wants_any or self._leaves_unread
+                if may_leave_out and TracingContext.try_get() is not None:  # Dynamo knows what the sizes are
+                    return self._for_rows(module, inputs)
+                return self._compile(module, inputs)
+        except (OrtAccelError, *FOR_DYNAMO):
+            raise
+        except Exception as error:  # whatever it is that AOTAutograd or a pass over whole graphs fails on
+            del self.report.segments[known:]
+            self.policy.not_compiled("a graph", error)
+            return in_eager(module)
 
     @property
     def _leaves_unread(self) -> bool:
@@ -264,6 +274,8 @@ class Backend:
                 tell_true_types(module.graph)
                 split_dropout(module)
                 static.update(_lasting_inputs(module) if self._parameters_stay else ())
+            if name.startswith("forward"):
+                _keep_what_is_saved()
             if name.startswith("inference"):
                 self._make_lean(module.graph)
             program = lower_graph(module, self.lowering, name, lambda node: node.name in static, gradients)
@@ -291,6 +303,13 @@ def _traced(module: fx.GraphModule, tracer: Tracer) -> fx.GraphModule:
     if own_backwards(module):
         raise NothingToSkip("a part of the model has a backward of its own")
     return tracer.trace(module)
+
+
+def _keep_what_is_saved() -> None:
+    """Tell AOTAutograd that no backward writes over what its forward saved, so that another one may follow it."""
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def _lasting_inputs(module: fx.GraphModule) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +13,14 @@ from weakref import ref
 
 import torch
 from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo import eval_frame, utils
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo import convert_frame, eval_frame, utils
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    InternalTorchDynamoError,
+    TorchDynamoException,
+    exceptions_allowed_to_be_fallback,
+)
+from torch._functorch import config as functorch_settings
 from torch.fx.experimental import _config as shape_settings
 
 from ort_accel.errors import OrtAccelError
@@ -28,6 +35,10 @@ OF_ALL_MODELS = 1 << 16
 
 SAID_ONCE = ("warning_once", "info_once", "warning_advice")
 """What transformers adds to `logging.Logger`. A text that is logged once does not divide a graph for good."""
+
+
+FOR_DYNAMO = (TorchDynamoException, *exceptions_allowed_to_be_fallback)
+"""What a backend lets pass: by it Dynamo is told to begin anew, or to divide the graph."""
 
 
 class _NotLogged(set[Any]):
@@ -52,6 +63,8 @@ def capturing() -> Iterator[None]:
         ),
         # Equal sizes are not taken for the same size, or batch 8 x length 8 would compile code for squares.
         shape_settings.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        # A backward that cannot be compiled is known in time to leave its forward to PyTorch, too.
+        functorch_settings.patch(force_non_lazy_backward_lowering=True),
     ):
         try:
             yield
@@ -59,6 +72,19 @@ def capturing() -> Iterator[None]:
             if isinstance(error.inner_exception, OrtAccelError):
                 raise error.inner_exception from None
             raise
+
+
+def failed_at_once(error: Exception) -> bool:
+    """Whether Dynamo could not capture a call, by a fault of its own, and before any of the call had run.
+
+    What is wrong with a batch, and what a backend raises, comes in errors of other types.
+    """
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if convert_frame.__name__ not in names:
+        return False
+    has_run = set(names[1 : names.index(convert_frame.__name__)]) - {eval_frame.__name__}
+    is_own = isinstance(error, AssertionError) and names[-1].startswith("torch._dynamo.")
+    return not has_run and (is_own or isinstance(error, InternalTorchDynamoError))
 
 
 @contextmanager

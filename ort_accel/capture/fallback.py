@@ -33,9 +33,16 @@ class FallbackPolicy:
             )
         self._say([item for item in found if (item.op, item.reason) not in self._said])
 
+    def not_compiled(self, what: str, error: Exception) -> None:
+        """Note that a fault in a compiler leaves a graph, or a call, to PyTorch."""
+        LOG.debug("%s is left to PyTorch", what, exc_info=error)
+        text = f"{type(error).__name__}: {_first_line(error)}"
+        self._report.fallback(what, Reason.NOT_COMPILED, text)
+        self.check(what)
+
     def failed(self, error: Exception) -> bool:
         """Note that ONNX Runtime failed where PyTorch did not; returns whether to try it again."""
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        text = _first_line(error) or type(error).__name__
         self._report.fallback("a whole segment", Reason.FAILED, text)
         if self._engine.fallback == "error":
             raise FallbackError(f"engine.fallback is error, and ONNX Runtime failed: {text}") from error
@@ -47,6 +54,10 @@ class FallbackPolicy:
         self._said.update((item.op, item.reason) for item in items)
         if items and self._engine.fallback == "warn":
             LOG.warning("PyTorch runs what ONNX Runtime cannot: %s", "; ".join(map(_line, items)))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def _line(item: Fallback) -> str:

@@ -47,8 +47,9 @@ def test_a_backward_through_some_of_the_outputs(taken):
         torch.testing.assert_close(got.grad, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_the_graph_can_be_kept_for_a_second_backward():
-    eager, ours = pair(Two())
+@pytest.mark.parametrize("sizes_open", [False, True])
+def test_the_graph_can_be_kept_for_a_second_backward(sizes_open):
+    eager, ours = pair(Two(), {"engine": {"dynamic_shapes": sizes_open}})
     x = torch.randn(4, 6)
     for model in (eager, ours):
         left, right = model(x)
