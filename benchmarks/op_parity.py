@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
@@ -221,14 +221,11 @@ def ort_backend(report: Report, device: torch.device = CPU) -> Backend:
     """The backend, with ONNX Runtime made to run whatever has a lowering, and to fail aloud."""
     backend = Backend(load_config({"version": 1, "engine": {"fallback": "report", "threads": 1}}), report, device)
 
-    def fail(error: Exception) -> bool:
-        raise error
-
-    def not_compiled(_: str, error: Exception) -> None:
-        raise error
+    def fail(*what: Any) -> NoReturn:
+        raise what[-1]
 
     backend.lowering = dataclasses.replace(backend.lowering, failed=fail, for_speed=False)
-    backend.policy.not_compiled = not_compiled  # type: ignore[method-assign]
+    backend.policy.not_compiled = fail  # type: ignore[method-assign]
     return backend
 
 

@@ -10,6 +10,16 @@ class OrtAccelError(Exception):
     """The root of all errors raised on purpose. Its text says what failed, what was seen, and what to do."""
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, without what follows its first line."""
+    return (str(error).splitlines() or [""])[0]
+
+
+def in_a_line(error: BaseException) -> str:
+    """The type of an error, and the first line of what it says."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 @dataclass(frozen=True)
 class Problem:
     """One mistake in a configuration, and where it is."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ort_accel.errors import OrtAccelError
+from ort_accel.errors import OrtAccelError, first_line
 
 WAYS = {
     "fused": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION],
@@ -33,7 +33,6 @@ def attention_as(wish: str) -> Iterator[None]:
     except RuntimeError as error:
         if "No viable backend" not in str(error):
             raise
-        said = str(error).splitlines()[0]
         raise OrtAccelError(
-            f"compute.attention is {wish}, which PyTorch cannot run here: {said}; set it to auto"
+            f"compute.attention is {wish}, which PyTorch cannot run here: {first_line(error)}; set it to auto"
         ) from error

@@ -274,7 +274,6 @@ class Backend:
                 tell_true_types(module.graph)
                 split_dropout(module)
                 static.update(_lasting_inputs(module) if self._parameters_stay else ())
-            if name.startswith("forward"):
                 _keep_what_is_saved()
             if name.startswith("inference"):
                 self._make_lean(module.graph)
@@ -305,17 +304,21 @@ def _traced(module: fx.GraphModule, tracer: Tracer) -> fx.GraphModule:
     return tracer.trace(module)
 
 
+def _metadata() -> Any:
+    """What AOTAutograd found out about the graph that it compiles; None where it does not say."""
+    context = TracingContext.try_get()
+    return context.fw_metadata if context else None
+
+
 def _keep_what_is_saved() -> None:
     """Tell AOTAutograd that no backward writes over what its forward saved, so that another one may follow it."""
-    context = TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
+    if (metadata := _metadata()) is not None:
+        metadata.bw_donated_idxs = []
 
 
 def _lasting_inputs(module: fx.GraphModule) -> list[str]:
     """Parameters and buffers among the inputs: their memory stays in place from step to step."""
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context else None
+    metadata = _metadata()
     indices = metadata.static_input_indices if metadata else []
     placeholders = module.graph.find_nodes(op="placeholder")
     return [placeholders[index].name for index in indices if index < len(placeholders)]

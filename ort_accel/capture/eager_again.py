@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from ort_accel.capture.in_eager import in_eager
 from ort_accel.errors import OrtAccelError
 
 CPU = torch.device("cpu")
@@ -22,9 +21,9 @@ def _generator(device: torch.device) -> torch.Generator:
 class EagerAgain:
     """A call that was made, with all that its results depend on: inputs, random numbers, gradients and autocast."""
 
-    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], told: Callable[[], None]) -> None:
-        """Made before the call. `told` is called when the graph runs again."""
-        self._module, self._inputs, self._told = module, inputs, told
+    def __init__(self, eager: Callable[..., Any], inputs: Sequence[Any], told: Callable[[], None]) -> None:
+        """Made before the call. `eager` runs the graph in eager mode; `told` is called when it does so."""
+        self._eager, self._inputs, self._told = eager, inputs, told
         self._versions = _versions(inputs)
         self._device = next((item.device for item in inputs if isinstance(item, Tensor) and item.is_cuda), CPU)
         self._random = _generator(self._device).get_state()
@@ -52,7 +51,7 @@ class EagerAgain:
             cast = torch.autocast(self._device.type, dtype, enabled=enabled)
             try:
                 with torch.set_grad_enabled(self._gradients), cast:
-                    self._results = in_eager(self._module)(*self._inputs)
+                    self._results = self._eager(*self._inputs)
             finally:
                 generator.set_state(present)
             self._inputs = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ort_accel.config import Config
-from ort_accel.errors import OrtAccelError
+from ort_accel.errors import OrtAccelError, first_line, in_a_line
 from ort_accel.reporting import Fallback, Reason, Report
 
 LOG = logging.getLogger("ort_accel")
@@ -36,13 +36,12 @@ class FallbackPolicy:
     def not_compiled(self, what: str, error: Exception) -> None:
         """Note that a fault in a compiler leaves a graph, or a call, to PyTorch."""
         LOG.debug("%s is left to PyTorch", what, exc_info=error)
-        text = f"{type(error).__name__}: {_first_line(error)}"
-        self._report.fallback(what, Reason.NOT_COMPILED, text)
+        self._report.fallback(what, Reason.NOT_COMPILED, in_a_line(error))
         self.check(what)
 
     def failed(self, error: Exception) -> bool:
         """Note that ONNX Runtime failed where PyTorch did not; returns whether to try it again."""
-        text = _first_line(error) or type(error).__name__
+        text = first_line(error) or type(error).__name__
         self._report.fallback("a whole segment", Reason.FAILED, text)
         if self._engine.fallback == "error":
             raise FallbackError(f"engine.fallback is error, and ONNX Runtime failed: {text}") from error
@@ -54,10 +53,6 @@ class FallbackPolicy:
         self._said.update((item.op, item.reason) for item in items)
         if items and self._engine.fallback == "warn":
             LOG.warning("PyTorch runs what ONNX Runtime cannot: %s", "; ".join(map(_line, items)))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
 
 
 def _line(item: Fallback) -> str:

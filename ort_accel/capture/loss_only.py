@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ort_accel.capture.eager_again import EagerAgain
+from ort_accel.capture.in_eager import in_eager
 from ort_accel.lowering.nodes import returned
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
 from ort_accel.rewrite.gradients import has_gradient
@@ -66,14 +67,14 @@ class LossOnly:
         was_read: Callable[[], None],
     ) -> None:
         """`module` is the graph as it was captured, `traced` its operators."""
-        self._run, self._module, self._was_read = run, module, was_read
+        self._run, self._eager, self._was_read = run, in_eager(module), was_read
         self._forms = _Forms(traced, unread)
         self._inputs = len(traced.find_nodes(op="placeholder"))
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """`arguments` are the graph's inputs, and the tables of the batch if the graph takes those."""
         inputs = arguments[: self._inputs]
-        again = EagerAgain(self._module, inputs, self._was_read)
+        again = EagerAgain(self._eager, inputs, self._was_read)
         return self._forms.fill(list(self._run(*arguments)), inputs, again)
 
 

@@ -14,7 +14,7 @@ from ort_accel.capture.features import UNSEEN
 from ort_accel.capture.in_eager import in_eager
 from ort_accel.config import Config
 from ort_accel.config.values import Switch
-from ort_accel.errors import OrtAccelError
+from ort_accel.errors import OrtAccelError, first_line, in_a_line
 from ort_accel.reporting import Report
 from ort_accel.rewrite.demand import Wishes
 from ort_accel.rewrite.front import Batch
@@ -142,8 +142,7 @@ class SkippingPolicy:
 
     def refused(self, error: Exception) -> None:
         """A graph is left whole, and that is an error where training was to leave rows out."""
-        first_line = (str(error).splitlines() or [""])[0]
-        what = first_line if isinstance(error, NothingToSkip) else f"{type(error).__name__}: {first_line}"
+        what = first_line(error) if isinstance(error, NothingToSkip) else in_a_line(error)
         for feature in self._insisted():
             raise OrtAccelError(_impossible(feature, what)) from error
         says_nothing_new = self._batches > 0 and not torch.is_grad_enabled()  # an evaluation beside a training
@@ -201,7 +200,7 @@ class Skipping:
         """`run` is the compiled graph. It is the smaller one, which takes the tables of a batch as well, if there is
         `holds`, which tells of inputs and tables whether they are such as the graph was compiled for."""
         self._proposal, self._policy, self._run = proposal, policy, run
-        self._module, self._holds, self._calls = module, holds, 0
+        self._eager, self._holds, self._calls = in_eager(module), holds, 0
 
     def __call__(self, *inputs: Any) -> Any:
         if self._holds is None:
@@ -214,7 +213,7 @@ class Skipping:
         is_possible = batch.fits and self._holds([*inputs, *batch.tables])
         self._policy.ran(self._proposal, batch, compact=is_possible)
         if not is_possible:  # what eager mode gives depends on rows that the smaller graph leaves out
-            return in_eager(self._module)(*inputs)
+            return self._eager(*inputs)
         return self._run(*inputs, *batch.tables)
 
 

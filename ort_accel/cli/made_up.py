@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from ort_accel.errors import OrtAccelError
+from ort_accel.errors import OrtAccelError, first_line
 
 Batch = dict[str, Any]
 
@@ -24,7 +24,7 @@ def model_from(place: str, layers: int | None = None) -> nn.Module:
     try:
         config = hf.AutoConfig.from_pretrained(file.parent, _configuration_file=file.name, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise OrtAccelError(f"{file}: transformers cannot read it: {str(error).splitlines()[0]}") from error
+        raise OrtAccelError(f"{file}: transformers cannot read it: {first_line(error)}") from error
     if layers is not None and hasattr(config, "num_hidden_layers"):
         config.num_hidden_layers = layers
     names = config.architectures or []

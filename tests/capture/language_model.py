@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, VOCABULARY = 8, 40
 
@@ -49,6 +50,18 @@ class Model(nn.Module):
         if labels is None:
             return Output(None, logits)
         return Output(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+
+
+class Nested(Model):
+    """Computes parts of its body again in the backward, one of them within another."""
+
+    def body(self, ids: Tensor, mask: Tensor) -> Tensor:
+        inner = super().body
+
+        def outer(ids: Tensor, mask: Tensor) -> Tensor:
+            return self.drop(checkpoint(inner, ids, mask, use_reentrant=False))
+
+        return checkpoint(outer, ids, mask, use_reentrant=False)
 
 
 def batch(rows: int, length: int, real: float = 0.6, labelled: float = 0.4, seed: int = 0) -> dict[str, Tensor]:

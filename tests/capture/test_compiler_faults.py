@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import InternalTorchDynamoError
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch.utils.checkpoint import checkpoint
 
 import ort_accel
 from ort_accel.capture import backend
 from ort_accel.capture.fallback import FallbackError
 from ort_accel.recompute.optimizer import Recompute
-from ort_accel.reporting import Fallback, Reason, State
-from tests.against_eager import assert_same, assert_step_as_eager, compilations, pair, report, step
-from tests.capture.language_model import Model, batch, engine
+from ort_accel.reporting import State
+from tests.against_eager import assert_same, assert_step_as_eager, compilations, not_compiled, pair, report, step
+from tests.capture.language_model import Model, Nested, batch, engine
 
 QUIET = engine(engine={"dynamic_shapes": True, "fallback": "report"})
 STRICT = engine(engine={"fallback": "error"})
@@ -42,10 +41,6 @@ class Counting(nn.Module):
         if self.breaks:
             self.count()
         return self.outer(hidden).tanh()
-
-
-def not_compiled(model: nn.Module) -> list[Fallback]:
-    return [item for item in report(model).fallbacks if item.reason is Reason.NOT_COMPILED]
 
 
 def assert_left_to_pytorch(model: nn.Module) -> None:
@@ -172,16 +167,6 @@ def test_a_model_whose_passes_fail_trains_as_in_eager_mode() -> None:
 
 def test_checkpoints_within_checkpoints_train_where_all_sizes_are_open() -> None:
     """Dynamo of torch 2.13 fails here, with an error that it does not take for its own."""
-
-    class Nested(Model):
-        def body(self, ids: Tensor, mask: Tensor) -> Tensor:
-            inner = super().body
-
-            def outer(ids: Tensor, mask: Tensor) -> Tensor:
-                return self.drop(checkpoint(inner, ids, mask, use_reentrant=False))
-
-            return checkpoint(outer, ids, mask, use_reentrant=False)
-
     eager, ours = pair(Nested(), QUIET)
     for seed in range(2):
         assert_same(*(step(model, **batch(4, 10, seed=seed), seed=seed) for model in (ours, eager)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from ort_accel.errors import in_a_line
 from ort_accel.lowering.assign import Refusal
 from ort_accel.lowering.program import Program
 from ort_accel.lowering.segments import Assignment, readers_of
@@ -67,8 +68,7 @@ class Tuner:
             with unnoticed(self.sessions.settings.place):
                 seconds = self._time_programs(name, graph, programs)
         except Exception as error:
-            line = (str(error).splitlines() or [""])[0]
-            return self._unmeasured(name, assignment, f"measuring failed with {type(error).__name__}: {line}")
+            return self._unmeasured(name, assignment, f"measuring failed with {in_a_line(error)}")
         if seconds is None:
             return self._unmeasured(name, assignment, OUT_OF_TIME)
         division = divisions[_best(seconds)]
