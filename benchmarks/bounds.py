@@ -8,6 +8,7 @@ eager it can get on this machine.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
@@ -29,6 +30,7 @@ from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
 from ort_accel.config import load_config
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+BY_ONEDNN = "mkldnn::_linear_pointwise"
 ATTENTION = "aten::_scaled_dot_product"
 """How the names of attention's kernels begin, forward and backward."""
 
@@ -119,23 +121,25 @@ def bounds(
 
 def measured(workload: Workload, asked: float, steps: int, warmup: int) -> Bound:
     """Steps of both in turns, and after each of ours one more, to see into."""
-    models, batch = {name: build(workload) for name in (EAGER, ORT_ACCEL)}, batch_of(workload)
-    judge = Judge(models[EAGER], batch, workload.precision)
+    models = {name: build(workload) for name in (EAGER, ORT_ACCEL)}
+    judge = Judge(models[EAGER], batch_of(workload), workload.precision)
     contenders.prepare(ORT_ACCEL, models[ORT_ACCEL], load_config(IN_PYTORCH))
     if fault := judge.fault(models[ORT_ACCEL]):
         raise SystemExit(f"{workload}: {fault}")
     inside: list[tuple[float, float]] = []
-    runs = {name: partial(_step, model, batch, workload) for name, model in models.items()}
-    looked = {"kernels": lambda: inside.append(_kernels(runs[ORT_ACCEL]))}
+    batches = [batch_of(workload, number) for number in range(warmup + steps)]
+    runs = {name: partial(_step, model, iter(batches), workload) for name, model in models.items()}
+    again = partial(_step, models[ORT_ACCEL], iter(batches), workload)
+    looked = {"kernels": lambda: inside.append(_kernels(again))}
     seconds = in_turns({**runs, **looked}, steps, warmup)
     products, attention = zip(*inside[warmup:], strict=True)
     eager, ours = (median(seconds[name]) for name in (EAGER, ORT_ACCEL))
     return Bound(eager, ours, median(products), median(attention), asked)
 
 
-def _step(model: nn.Module, batch: Batch, workload: Workload) -> None:
+def _step(model: nn.Module, following: Iterator[Batch], workload: Workload) -> None:
     contenders.forget_gradients(model)
-    contenders.step(model, batch, workload.precision)
+    contenders.step(model, next(following), workload.precision)
 
 
 def _kernels(run: partial[None]) -> tuple[float, float]:
@@ -143,7 +147,7 @@ def _kernels(run: partial[None]) -> tuple[float, float]:
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         run()
     events = seen.key_averages()
-    products = sum(event.self_cpu_time_total for event in events if event.key in PRODUCTS)
+    products = sum(event.self_cpu_time_total for event in events if event.key in {*PRODUCTS, BY_ONEDNN})
     attention = sum(event.self_cpu_time_total for event in events if event.key.startswith(ATTENTION))
     return products / 1e6, attention / 1e6
 

@@ -14,7 +14,7 @@ from torch._guards import TracingContext
 
 from ort_accel.capture.attention import attention_as
 from ort_accel.capture.batch_norm_types import tell_true_types
-from ort_accel.capture.choice import chosen_runtime, estimator, opset, session_settings, tuner
+from ort_accel.capture.choice import chosen_runtime, estimator, opset, products, session_settings, tuner
 from ort_accel.capture.dynamo import FOR_DYNAMO
 from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features, refuse_missing
@@ -85,6 +85,7 @@ class Backend:
         self.progress = Progress(report, level)
         self.policy = FallbackPolicy(config, report)
         sessions = self._sessions(runtime, settings)
+        timed = products(config, runtime, settings, report)
         self.lowering = Lowering(
             sessions=sessions,
             opset=opset(config, runtime),
@@ -93,7 +94,8 @@ class Backend:
             failed=self.policy.failed,
             for_speed=config.compute.placement != "onnxruntime",
             fusions=config.compute.fusions is not False,
-            estimator=estimator(config, runtime, settings),
+            estimator=estimator(config, runtime, settings, timed),
+            products=timed,
             tuner=tuner(config, runtime, sessions.without_trace(), report),
             copies=self._copies(),
             leaves=Leaves(report) if config.memory.early_gradient_release and not zero3 else None,

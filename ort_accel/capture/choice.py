@@ -10,6 +10,7 @@ from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
 from ort_accel.lowering.tune.choose import Tuner
 from ort_accel.lowering.tune.estimate import Estimator
+from ort_accel.lowering.tune.products import Products
 from ort_accel.lowering.tune.yardsticks import Machine
 from ort_accel.observe.logs import severity
 from ort_accel.reporting import Report
@@ -71,11 +72,20 @@ def divides_alike(config: Config, settings: SessionSettings) -> bool:
     return config.compute.placement != "auto" or settings.deterministic or config.memory.saves
 
 
-def estimator(config: Config, runtime: Flavor, settings: SessionSettings) -> Estimator | None:
+def products(config: Config, runtime: Flavor, settings: SessionSettings, report: Report) -> Products | None:
+    """What times large products, where nothing speaks against it."""
+    if divides_alike(config, settings) or settings.place.is_cuda:
+        return None
+    return Products(Machine(settings, opset(config, runtime)), report)
+
+
+def estimator(
+    config: Config, runtime: Flavor, settings: SessionSettings, products: Products | None
+) -> Estimator | None:
     """What estimates who is faster, where nothing speaks against it and nothing else decides."""
     if divides_alike(config, settings) or settings.place.is_cuda or config.compute.tuning.enabled:
         return None
-    return Estimator(Machine(settings, opset(config, runtime)))
+    return Estimator(Machine(settings, opset(config, runtime)), products)
 
 
 def tuner(config: Config, runtime: Flavor, sessions: Sessions, report: Report) -> Tuner | None:

@@ -25,6 +25,7 @@ from ort_accel.lowering.segments import Assignment, Body, Cut, assign, body_of, 
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
 from ort_accel.lowering.tune.choose import Tuner
 from ort_accel.lowering.tune.estimate import Estimator
+from ort_accel.lowering.tune.products import Products
 from ort_accel.lowering.weight_casts import CopiesOfWeights, WeightCast, take_out
 from ort_accel.reporting import Reason, Report, Runner, Segment
 from ort_accel.runtime.journal import EndedBefore
@@ -58,6 +59,8 @@ class Lowering:
     """Chooses by measurement between what ONNX Runtime and PyTorch both can run."""
     estimator: Estimator | None = None
     """Chooses by yardsticks where there is no tuner."""
+    products: Products | None = None
+    """Knows which products of PyTorch's oneDNN runs faster."""
     copies: WeightCopies | None = None
     """Keeps autocast's copies of weights."""
     leaves: Leaves | None = None
@@ -259,7 +262,9 @@ class _Assembly:
         return self._numbered(segment, segment.inputs, wanted)
 
     def _pytorch_step(self, body: Body, wanted: list[fx.Node], spent: Sequence[fx.Node] = ()) -> Step:
-        segment = PyTorchSegment(body, wanted, self._module, not self._lowering.own_results, spent)
+        products = self._lowering.products
+        better = products.replacements(body.nodes) if products else {}
+        segment = PyTorchSegment(body, wanted, self._module, not self._lowering.own_results, spent, better)
         return self._numbered(segment, segment.inputs, wanted)
 
     def _copying_step(self, casts: Sequence[WeightCast], copies: WeightCopies) -> Step:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import count, islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,9 +41,10 @@ class PyTorchSegment:
         owner: fx.GraphModule,
         pooled: bool = False,
         spent: Collection[fx.Node] = (),
+        better: Mapping[fx.Node, Any] = MappingProxyType({}),
     ) -> None:
         """`pooled` says that large results may be in ONNX Runtime's memory, and results in that of an operand: of one
-        made here, or of a `spent` input."""
+        made here, or of a `spent` input. `better` has what to call in place of a node's operator."""
         self.inputs = [node for node in body.inputs if not is_size(node)]
         sizes = [node for node in body.inputs if is_size(node)]
         replaced = dying_operands(body.nodes, wanted, spent) if pooled else {}
@@ -58,7 +60,7 @@ class PyTorchSegment:
         graph.call_method("clear", (given,))
         for node in body.nodes:
             copy = graph.node_copy(node, copies.__getitem__)
-            copy.target = replacements.get(copy.target, copy.target)
+            copy.target = better.get(node) or replacements.get(copy.target, copy.target)
             if node in replaced:
                 write_over(copy, copies[replaced[node]])
             elif node in shapes:

@@ -57,6 +57,25 @@ def test_labels_are_as_many_as_were_asked_for_and_never_on_padding(workload, wan
     assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
 
 
+def test_further_batches_have_other_numbers_of_tokens_around_those_shares():
+    workload = Workload("llama", density=0.6, labelled=0.3)
+    batches = [batch_of(workload, number) for number in range(13)]
+    counts = [int(batch["attention_mask"].sum()) for batch in batches]
+    labels = [int((batch["labels"] != -100).sum()) for batch in batches]
+    for found, share in ((counts, 0.6), (labels, 0.3)):
+        assert len(set(found)) == 13
+        assert found[0] == pytest.approx(share * 1024, abs=5)
+        assert sum(found) / 13 == pytest.approx(share * 1024, abs=5)
+        assert max(found) <= 1.11 * share * 1024
+
+
+def test_further_batches_without_padding_have_other_words_of_the_same_length():
+    one, other = (batch_of(Workload("bert"), number) for number in range(2))
+    assert one["input_ids"].shape == other["input_ids"].shape
+    assert not torch.equal(one["input_ids"], other["input_ids"])
+    assert other["attention_mask"].all()
+
+
 def test_the_cases_are_those_of_the_acceptance():
     cases = {str(name): case for name, case in script().CASES.items()}
     assert shares(cases["classification"].workload)[0] == pytest.approx(0.35, abs=1e-3)

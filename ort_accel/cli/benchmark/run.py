@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -96,7 +96,7 @@ def run(workload: Workload, config: Config, names: Sequence[str], effort: Effort
             models[name] = model
     if ORT_ACCEL in models:
         result.report = ort_accel.report(models[ORT_ACCEL])
-    _time(models, batch, workload, effort, result)
+    _time(models, workload, effort, result)
     again = machine.matmul_gflops(effort.threads, workload.precision)
     result.machine["matmul_gflops"] = {name: max(speed, again[name]) for name, speed in speeds.items()}
     result.machine["load_after"] = machine.load()
@@ -123,12 +123,15 @@ def _is_right(name: str, model: nn.Module, config: Config, judge: Judge, result:
     return True
 
 
-def _time(models: dict[str, nn.Module], batch: Batch, workload: Workload, effort: Effort, result: Result) -> None:
-    def step(model: nn.Module) -> None:
-        contenders.forget_gradients(model)
-        contenders.step(model, batch, workload.precision)
+def _time(models: dict[str, nn.Module], workload: Workload, effort: Effort, result: Result) -> None:
+    """Each round has a batch of its own, the same for all."""
+    batches = [batch_of(workload, number) for number in range(effort.warmup + effort.steps)]
 
-    steps = {name: partial(step, model) for name, model in models.items()}
+    def step(model: nn.Module, following: Iterator[Batch]) -> None:
+        contenders.forget_gradients(model)
+        contenders.step(model, next(following), workload.precision)
+
+    steps = {name: partial(step, model, iter(batches)) for name, model in models.items()}
     seconds = in_turns(steps, effort.steps, effort.warmup) if steps else {}
     result.times = {name: summary(values) for name, values in seconds.items()}
     if ORT_ACCEL in seconds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any
 
@@ -17,6 +17,8 @@ CLASSES = 4
 PATCH = 16
 MASKED = 0.15
 """The share of tokens with a label, in masked language modelling."""
+VARIATION = 0.1
+"""By how much the shares of tokens and labels differ from batch to batch."""
 IGNORED = -100
 """The label of a token that has none."""
 
@@ -62,10 +64,22 @@ def build(workload: Workload) -> nn.Module:
     return trained
 
 
-def batch_of(workload: Workload) -> Batch:
-    """A batch from a fixed seed. Its rows differ in length unless all tokens are valid."""
-    generator = torch.Generator().manual_seed(1)
-    return MODELS[workload.model][1](workload, generator)
+def batch_of(workload: Workload, number: int = 0) -> Batch:
+    """A batch from a fixed seed. Its rows differ in length unless all tokens are valid.
+
+    The first has the wanted shares of tokens and labels. In others these differ by up to a tenth, as from step to step
+    in a training: what is fast for sizes that came before gains nothing by meeting one batch again and again.
+    """
+    generator = torch.Generator().manual_seed(1 + number)
+    return MODELS[workload.model][1](_varied(workload, number), generator)
+
+
+def _varied(workload: Workload, number: int) -> Workload:
+    """Thirteen evenly spread shares around the wanted one, in mixed order."""
+    share = 1 + VARIATION * ((7 * number + 6) % 13 / 6 - 1)
+    density = min(1.0, workload.density * share) if workload.density < 1 else 1.0
+    labelled = None if workload.labelled is None else min(density, workload.labelled * share)
+    return replace(workload, density=density, labelled=labelled)
 
 
 def _bert_config(size: Workload) -> hf.BertConfig:

@@ -16,6 +16,7 @@ from ort_accel.lowering.onnx_graph import HALVES
 from ort_accel.lowering.segments import Assignment, readers_of
 from ort_accel.lowering.slower import WORTH_A_CROSSING
 from ort_accel.lowering.tune.cheapest import Costs, cheapest
+from ort_accel.lowering.tune.products import Products
 from ort_accel.lowering.tune.yardsticks import Machine, Yardstick, amount_of, has_yardstick
 from ort_accel.reporting import Reason, Runner
 
@@ -42,6 +43,8 @@ class Estimator:
     """Lets PyTorch run what it runs so much faster here that handing tensors over pays."""
 
     machine: Machine
+    products: Products | None = None
+    """What is known of large products by their own sizes."""
 
     def decides(self, node: fx.Node) -> bool:
         """Whether a node has a yardstick. Those are in single precision."""
@@ -68,7 +71,11 @@ class Estimator:
         return replace(assignment, runner=runner, refusals=assignment.refusals | refusals)
 
     def _estimate(self, node: fx.Node) -> Yardstick | None:
-        found = self.machine.yardstick(node.target) if _is_single(node) else None
+        if not _is_single(node):
+            return None
+        if self.products is not None and (timed := self.products.yardstick(node)):
+            return timed
+        found = self.machine.yardstick(node.target)
         return found.of(node) if found else None
 
     def _costs(
@@ -90,9 +97,8 @@ class Estimator:
 
 
 def _costs_of(node: fx.Node, found: Yardstick) -> Costs:
-    if _differ(found):
-        return Costs(found.ort, found.pytorch)
-    return Costs(found.ort * (1 + IN_STEPS if flops(node) else 1), found.ort)
+    ort = found.ort * (1 + IN_STEPS if flops(node) else 1)
+    return Costs(ort, found.pytorch if _differ(found) else found.ort)
 
 
 def _is_faster(found: Yardstick) -> bool:

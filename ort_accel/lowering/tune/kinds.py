@@ -32,7 +32,7 @@ class Kind:
     def runs(self, owner: fx.GraphModule, opset: int, sessions: Sessions, symbols: Symbols) -> Runs:
         """One of the nodes as a segment of its own, on either side, with made-up inputs."""
         body, wanted = _alone(self.nodes[0], self.free)
-        ours, theirs = build(body, wanted, opset), PyTorchSegment(body, wanted, owner)
+        ours, theirs = build(body, wanted, opset), PyTorchSegment(body, wanted, owner, pooled=True)
         segment = OrtSegment(ours, sessions, lambda _: False, lambda: theirs, _fail, self.subject)
         inputs = made_up_inputs(segment.inputs)
         return {
@@ -52,10 +52,10 @@ def kinds_in(assignment: Assignment) -> list[Kind]:
     return sorted(kinds.values(), key=lambda kind: -len(kind.nodes) * _numbers(kind.nodes[0]))
 
 
-def kind_of(node: fx.Node, free: set[fx.Node]) -> Kind:
-    """The kind of a node, without any nodes yet."""
+def kind_of(node: fx.Node, free: set[fx.Node], *also: fx.Node) -> Kind:
+    """The kind of a node, with these nodes."""
     body, _ = _alone(node, free)
-    return Kind(_subject(node), _key(body), [], free)
+    return Kind(_subject(node), _key(body), list(also), free)
 
 
 def _alone(node: fx.Node, free: set[fx.Node]) -> tuple[Body, list[fx.Node]]:

@@ -28,7 +28,7 @@ from ort_accel.reporting import Runner
 from ort_accel.runtime.pool import release_unused
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
-from ort_accel.runtime.tuning import Stopwatch
+from ort_accel.runtime.tuning import Runs, Seconds, Stopwatch
 
 aten = torch.ops.aten
 
@@ -45,11 +45,12 @@ def _rows(*shape: int) -> Tensor:
 
 
 def _products() -> Calls:
-    """As in a layer and in its backward: how fast a product is depends on how its operands lie in memory."""
+    """As in a layer and in its backward: how fast a product is depends on how its operands lie in memory. Larger ones
+    are timed at their own sizes (`tune/products.py`)."""
     return [
-        (_rows(1024, 384), _rows(768, 384).t()),
-        (_rows(1024, 768), _rows(768, 384)),
-        (_rows(1024, 768).t(), _rows(1024, 384)),
+        (_rows(256, 384), _rows(768, 384).t()),
+        (_rows(256, 768), _rows(768, 384)),
+        (_rows(256, 768).t(), _rows(256, 384)),
     ]
 
 
@@ -115,7 +116,7 @@ class Machine:
     @property
     def price(self) -> float | None:
         """Seconds for handing a tensor over to the other side; None if it cannot be measured now."""
-        return found.price if (found := _handover(self)) else None
+        return found.price if (found := handover_of(self)) else None
 
     def yardstick(self, target: Any) -> Yardstick | None:
         """The measure for an operator; None if it has none, or cannot be run here."""
@@ -135,7 +136,8 @@ def amount_of(node: fx.Node) -> int:
 
 
 @cache
-def _handover(machine: Machine) -> crossing.Handover | None:
+def handover_of(machine: Machine) -> crossing.Handover | None:
+    """What changing hands costs; None if it cannot be measured now."""
     with unnoticed(machine.settings.place):
         try:
             runs = crossing.runs(machine.opset, Sessions(machine.settings))
@@ -147,12 +149,12 @@ def _handover(machine: Machine) -> crossing.Handover | None:
 
 @cache
 def _measured(machine: Machine, target: Any) -> Yardstick | None:
-    handover = _handover(machine)
+    handover = handover_of(machine)
     if handover is None:
         return None
     with unnoticed(machine.settings.place):
         try:
-            timed = [_timed(machine, handover, *_called(target, arguments)) for arguments in CALLS[target]()]
+            timed = [_timed(machine, handover, *call_of(target, arguments)) for arguments in CALLS[target]()]
         except Exception:  # there is no kernel for it: who runs it is no question of speed
             return None
         finally:
@@ -161,23 +163,32 @@ def _measured(machine: Machine, target: Any) -> Yardstick | None:
 
 
 def _timed(machine: Machine, handover: crossing.Handover, module: fx.GraphModule, node: fx.Node) -> Yardstick:
-    kind = kind_of(node, free=set())
-    kind.nodes.append(node)
-    runs = kind.runs(module, machine.opset, Sessions(machine.settings), {})
-    turns = [(_second(runs[Runner.ORT.value]), _second(runs[Runner.PYTORCH.value])) for _ in range(TURNS)]
-    ort, pytorch = map(min, zip(*turns, strict=True))
+    seconds = in_turns(kind_of(node, set(), node).runs(module, machine.opset, Sessions(machine.settings), {}))
+    ort, pytorch = seconds[Runner.ORT.value], seconds[Runner.PYTORCH.value]
     return Yardstick(max(0.0, ort - handover.ort), max(0.0, pytorch - handover.pytorch), amount_of(node))
 
 
+def in_turns(runs: Runs, turns: int = TURNS) -> Seconds:
+    """The shortest time of each of these runs, behind another one on the same side: changing hands has a price of its
+    own, which does not count here."""
+    taken = [{name: _second(run) for name, run in runs.items()} for _ in range(turns)]
+    return {name: min(turn[name] for turn in taken) for name in runs}
+
+
 def _second(run: Callable[[], object]) -> float:
-    """The seconds of a run that comes behind another one on the same side: changing hands has a price of its own."""
     run()
+    return seconds_of(run)
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    """How long a run takes."""
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
 
 
-def _called(target: Any, arguments: Sequence[Any]) -> tuple[fx.GraphModule, fx.Node]:
+def call_of(target: Any, arguments: Sequence[Any]) -> tuple[fx.GraphModule, fx.Node]:
+    """A graph that calls an operator with these arguments, and the call in it."""
     graph = fx.Graph()
 
     def given(position: int, argument: Any) -> Any:

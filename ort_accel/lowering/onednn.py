@@ -1,0 +1,83 @@
+"""Matrix products by oneDNN, a library that comes with PyTorch, whose eager mode asks it for 16-bit products alone.
+
+Private to PyTorch is `torch.ops.mkldnn._linear_pointwise`, which Inductor calls for frozen weights; checked on torch
+2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ort_accel.lowering.nodes import fakes_in
+from ort_accel.lowering.pooled_results import is_for_pool
+
+aten = torch.ops.aten
+
+PRODUCTS = {aten.mm.default, aten.addmm.default}
+
+AGAIN = 3
+"""The call of one size that oneDNN is first asked for. It writes code for each size, which takes 0.4 ms and half a
+MiB, and keeps it for 1,024 of them: where each batch has other sizes, that would be waste."""
+
+MOST = 4
+"""For so many sizes of a product oneDNN is asked at most."""
+
+REMEMBERED = 64
+"""Of so many sizes is counted how often they came."""
+
+
+@cache
+def has_onednn() -> bool:
+    """Whether this PyTorch can hand it a product in single precision."""
+    is_built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return is_built and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def can_multiply(node: fx.Node) -> bool:
+    """Whether oneDNN can run this node: a product of matrices in single precision, plus a row at the most."""
+    if node.target not in PRODUCTS or not has_onednn() or is_for_pool(node):
+        return False
+    tensors = [tensor for item in (node, *node.all_input_nodes) for tensor in fakes_in(item.meta.get("val"))]
+    if any(tensor.dtype != torch.float32 or tensor.device.type != "cpu" for tensor in tensors):
+        return False
+    if node.target is aten.mm.default:
+        return True
+    added: Any = node.args[0]
+    return len(node.args) == 3 and not node.kwargs and added.meta["val"].ndim == 1
+
+
+def product(*operands: Tensor) -> Tensor:
+    """`mm(left, right)` or `addmm(row, left, right)`."""
+    *row, left, right = operands
+    return torch.ops.mkldnn._linear_pointwise(left, right.t(), row[0] if row else None, "none", [], "")  # type: ignore[no-any-return]
+
+
+def product_of_known_sizes(target: Any) -> Callable[..., Tensor]:
+    """The operator, by oneDNN for sizes that came before."""
+    came: Counter[tuple[int, ...]] = Counter()
+    prepared: set[tuple[int, ...]] = set()
+
+    def run(*operands: Tensor) -> Tensor:
+        *_, left, right = operands
+        size = (*left.shape, right.shape[1])
+        if size not in prepared:
+            if len(prepared) == MOST or not _comes_again(size, came):
+                return target(*operands)  # type: ignore[no-any-return]
+            prepared.add(size)
+        return product(*operands)
+
+    run.__name__ = f"{str(target).replace('.', '_')}_of_known_sizes"
+    return run
+
+
+def _comes_again(size: tuple[int, ...], came: Counter[tuple[int, ...]]) -> bool:
+    if len(came) == REMEMBERED and size not in came:
+        came.clear()
+    came[size] += 1
+    return came[size] >= AGAIN
