@@ -49,7 +49,8 @@ class Compute(Section):
 
     placement: Literal["auto", "fixed", "onnxruntime"] = "auto"
     """Who runs the operators that both can run (cpu only). `auto` times a call of the most frequent ones on either
-    side, once in a process and in less than a second, and lets PyTorch run what it runs faster on this machine. `fixed`
+    side, once in a process and in less than a second, and large products at their own sizes, some 0.1 s for each; it
+    lets PyTorch run what it runs faster on this machine, and lets it multiply with the faster of its libraries. `fixed`
     follows figures of one machine, so that every run divides the work alike; `engine.deterministic` and whatever in
     `memory` saves memory do so, too.
     `onnxruntime` lets ONNX Runtime run all it can. `tuning` measures each graph on its real sizes instead."""
