@@ -1,8 +1,8 @@
 """How fast a step could be at most: what its matrix products and attention kernels take alone. See `--help`.
 
 Both take attention from the same library, and ort_accel its products from the faster of two. What lies between these
-kernels is what an engine can save, so that the time of the kernels in its own step, which only computes what is needed, bounds how many times faster than
-eager it can get on this machine.
+kernels is what an engine can save, so that the time of the kernels in its own step, which only computes what is needed,
+bounds how many times faster than eager it can get on this machine.
 """
 
 from __future__ import annotations
