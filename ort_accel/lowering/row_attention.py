@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -98,18 +98,26 @@ class _Pairs:
     mask: Tensor | None
     kept: Tensor | None
 
+    @property
+    def told(self) -> _Told:
+        """What the spans say."""
+        return _told(self.spans, self.query_rows, self.key_rows)
+
     def runs(self, most: int | None = None) -> list[_Run]:
         """All sequences that have queries and keys. A batch without padding is one run, or several where a run is to
         have so many pairs at most."""
-        found = []
-        for _, group in groupby(_sequences(self.spans, self.query_rows, self.key_rows), key=self._form):
+        key = most, *(None if pairs is None else pairs.shape[2:] for pairs in (self.mask, self.kept))
+        groups = self.told.groups
+        if key not in groups:
+            groups[key] = list(self._groups(most))
+        return [_Run(alike, self) for alike in groups[key]]
+
+    def _groups(self, most: int | None) -> Iterator[Sequence[_Sequence]]:
+        for _, group in groupby(self.told.sequences, key=self._form):
             alike = list(group)
-            pairs = alike[0].pairs
-            if not pairs:
-                continue
-            size = len(alike) if most is None else max(1, most // pairs)
-            found += [_Run(alike[start : start + size], self) for start in range(0, len(alike), size)]
-        return found
+            if pairs := alike[0].pairs:
+                size = len(alike) if most is None else max(1, most // pairs)
+                yield from (alike[start : start + size] for start in range(0, len(alike), size))
 
     def _form(self, sequence: _Sequence) -> Any:
         """What alike sequences have in common: their places, if these follow each other. Others are alone."""
@@ -121,22 +129,38 @@ class _Pairs:
         return sequence.kind, sequence.queries.length, sequence.keys.length, starts
 
 
-_KNOWN: MutableMapping[Tensor, tuple[Tensor, Tensor, list[_Sequence]]] = WeakIdKeyDictionary()
+class _Told(NamedTuple):
+    """What spans say, with the rows that they were given with. None of the three tensors is ever written to."""
+
+    query_rows: Tensor
+    key_rows: Tensor
+    sequences: Sequence[_Sequence]
+    groups: dict[Any, Sequence[Sequence[_Sequence]]]
+    """The sequences that are alike, by what masks there are."""
+    all_ask: bool
+    """Whether each row of queries has keys to look at, so that something is written for it."""
+    all_answer: bool
+    """Whether each row of keys is looked at."""
+
+
+_KNOWN: MutableMapping[Tensor, _Told] = WeakIdKeyDictionary()
 """Spans, while they live: all layers have the same, and reading them takes as long as a kernel."""
 
 
-def _sequences(spans: Tensor, query_rows: Tensor, key_rows: Tensor) -> list[_Sequence]:
-    """What spans say. None of the three is ever written to."""
+def _told(spans: Tensor, query_rows: Tensor, key_rows: Tensor) -> _Told:
     known = _KNOWN.get(spans)
-    if known is not None and known[0] is query_rows and known[1] is key_rows:
-        return known[2]
+    if known is not None and known.query_rows is query_rows and known.key_rows is key_rows:
+        return known
     queries, keys = query_rows.tolist(), key_rows.tolist()
     found = []
     for number, (first_query, end_query, first_key, end_key, kind) in enumerate(spans.tolist()):
         asking = _stretch(query_rows, queries, first_query, end_query)
         found.append(_Sequence(number, asking, _stretch(key_rows, keys, first_key, end_key), kind))
-    _KNOWN[spans] = query_rows, key_rows, found
-    return found
+    attending = [sequence for sequence in found if sequence.pairs]
+    asked, answered = (sum(getattr(one, side).length for one in attending) for side in ("queries", "keys"))
+    told = _Told(query_rows, key_rows, found, {}, asked == len(queries), answered == len(keys))
+    _KNOWN[spans] = told
+    return told
 
 
 def _stretch(rows: Tensor, places: Sequence[int], begin: int, end: int) -> _Stretch:
@@ -167,8 +191,8 @@ def attention(
     if _is_all(runs, query):
         out, logsumexp = map(_rows, _fused(FORWARD, runs[0], next(given), scale=scale))
         return out.to(query.dtype), logsumexp.to(_wide(query))
-    out = query.new_zeros((*query.shape[:2], value.shape[2]))
-    logsumexp = query.new_zeros(query.shape[:2], dtype=_wide(query))
+    blank = query.new_empty if pairs.told.all_ask else query.new_zeros
+    out, logsumexp = blank((*query.shape[:2], value.shape[2])), blank(query.shape[:2], dtype=_wide(query))
     whole = zip(*_by_queries(runs, out, logsumexp), strict=True)
     for run, operands, places in zip(runs, given, whole, strict=True):
         _write(places, _fused(FORWARD, run, operands, scale=scale))
@@ -203,11 +227,21 @@ def attention_backward(
             one.to(like.dtype) for one, like in zip(results, (query, key, value), strict=True)
         )
         return of_query, of_key, of_value
-    grads = query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape)
+    grads = _blank(pairs, query, key, value)
     whole = zip(*_by_queries(runs, grads[0]), *_by_keys(runs, *grads[1:]), strict=True)
     for run, operands, total, places in zip(runs, given, sums, whole, strict=True):
         _write(places, _fused(BACKWARD, run, operands, total, 0.0, scale=scale))
     return grads
+
+
+def _blank(pairs: _Pairs, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Plain memory for what is written to each row of these that takes part, and zeros for others."""
+    told = pairs.told
+    sides = (query, told.all_ask), (key, told.all_answer), (value, told.all_answer)
+    of_query, of_key, of_value = (
+        like.new_empty(like.shape) if is_written else like.new_zeros(like.shape) for like, is_written in sides
+    )
+    return of_query, of_key, of_value
 
 
 def _is_fused(query: Tensor, kept: Tensor | None) -> bool:
@@ -294,7 +328,8 @@ def _by_products(
 ) -> tuple[Tensor, Tensor]:
     wide = _wide(query)
     scaled, keys, values = query.to(wide) * _scale(query, scale), key.to(wide), value.to(wide) * _inverse(keep)
-    out = scaled.new_zeros((*query.shape[:2], value.shape[2]))
+    blank = scaled.new_empty if pairs.told.all_ask else scaled.new_zeros
+    out = blank((*query.shape[:2], value.shape[2]))
     runs = pairs.runs(pairs_at_once() // query.shape[1])
     given = zip(*_by_queries(runs, scaled, out), *_by_keys(runs, keys, values), strict=True)
     for run, (each_query, place, *others) in zip(runs, given, strict=True):
@@ -308,7 +343,7 @@ def _by_products_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = _wide(query)
     scaled, keys, values = query.to(wide) * _scale(query, scale), key.to(wide), value.to(wide) * _inverse(keep)
-    grads = torch.zeros_like(scaled), torch.zeros_like(keys), torch.zeros_like(values)
+    grads = _blank(pairs, scaled, keys, values)
     incoming = grad.to(wide)
     runs = pairs.runs(pairs_at_once() // query.shape[1])
     given = zip(*_by_queries(runs, scaled, incoming), *_by_keys(runs, keys, values), strict=True)

@@ -98,9 +98,66 @@ def test_sequences_that_are_alike_run_together(kind, keep, monkeypatch):
     )
     assert counts == [[2, 1, 2], [2, 1, 2]]
     monkeypatch.setattr(row_attention._Pairs, "_form", lambda self, sequence: sequence.number)
-    alone = gradients(own.scaled_dot_product_of_rows(*tensors, spans, rows, rows, mask, kept, keep, None)[0], tensors)
+    again = spans.clone(), rows, rows, mask, kept, keep, None
+    alone = gradients(own.scaled_dot_product_of_rows(*tensors, *again)[0], tensors)
     assert counts[2:] == [[1] * 5, [1] * 5]
     torch.testing.assert_close(together, alone)
+
+
+def test_layers_of_one_batch_share_which_sequences_are_alike(monkeypatch):
+    asked = []
+    form = row_attention._Pairs._form
+    monkeypatch.setattr(row_attention._Pairs, "_form", lambda *how: asked.append(1) or form(*how))
+    spans, rows = torch.tensor([[0, 3, 0, 3, FULL], [3, 7, 3, 7, FULL]]), torch.arange(7)
+    tensors = [torch.randn(7, 2, 8, requires_grad=True) for _ in range(3)]
+
+    def layer(pairs):
+        out = own.scaled_dot_product_of_rows(*tensors, spans, rows, rows, pairs, None, 1.0, None)[0]
+        gradients(out, tensors)
+
+    for _ in range(3):
+        layer(None)
+    assert len(asked) == 2
+    layer(torch.ones(2, 1, 7, 7, dtype=torch.bool))
+    assert len(asked) == 4
+
+
+@pytest.fixture
+def _no_memory_is_blank():
+    """What PyTorch gives as memory to write to is full of NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.usefixtures("_no_memory_is_blank")
+@pytest.mark.parametrize("keep", [0.7, 1.0])
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [[0, 3, 0, 4], [3, 7, 4, 9]],
+        [[0, 3, 0, 4], [3, 7, 4, 8]],
+        [[0, 3, 0, 4], [3, 6, 4, 9]],
+        [[0, 3, 0, 4], [3, 7, 4, 4]],
+        [[0, 3, 0, 4], [3, 3, 4, 9]],
+    ],
+    ids=["all rows", "a key apart", "a query apart", "queries without keys", "keys without queries"],
+)
+def test_every_row_is_written_or_zero(spans, keep):
+    torch.manual_seed(0)
+    rows = torch.arange(7), torch.arange(9)
+    kept = torch.rand(2, 2, 10, 10) < keep if keep < 1 else None
+    tensors = [torch.randn(count, 2, 8, requires_grad=True) for count in (7, 9, 9)]
+    told = torch.tensor([[*span, FULL] for span in spans])
+    out = own.scaled_dot_product_of_rows(*tensors, told, *rows, None, kept, keep, None)[0]
+    for found, sides in zip(gradients(out, tensors), (slice(0, 2), slice(0, 2), slice(2, 4), slice(2, 4)), strict=True):
+        attending = [span[sides] for span in spans if span[0] < span[1] and span[2] < span[3]]
+        written = {row for begin, end in attending for row in range(begin, end)}
+        assert not found.isnan().any()
+        assert {row for row in range(len(found)) if found[row].any()} == written
 
 
 @pytest.mark.parametrize("keep", [0.7, 1.0])
