@@ -16,7 +16,7 @@ LIBRARY.define(
     "kept(SymInt[] size, float probability, Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
 )
 
-CHUNK = 16384
+CHUNK = 32768
 """So many numbers are drawn at a time: they stay in the cache, and PyTorch starts no threads for so few."""
 
 
@@ -25,9 +25,9 @@ def _kept(size: Sequence[int], probability: float, device: torch.device) -> Tens
         return torch.empty(size, dtype=torch.bool, device=device).bernoulli_(probability)
     count = prod(size)
     kept, numbers = torch.empty(count, dtype=torch.bool), torch.empty(min(count, CHUNK), dtype=torch.int64)
-    for start in range(0, count, CHUNK):
-        part = kept[start : start + CHUNK]
-        _compare(numbers[: len(part)].random_(), probability, part)
+    for part in torch.ops.aten.split.Tensor(kept, CHUNK):
+        numbers = numbers[: len(part)] if len(part) < len(numbers) else numbers
+        _compare(numbers.random_(), probability, part)
     return kept.view(size)
 
 
