@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from ort_accel.lowering.nodes import fakes_in
 from ort_accel.lowering.pooled_results import is_for_pool
+from ort_accel.lowering.sizes import hinted_bytes
 
 aten = torch.ops.aten
 
@@ -31,6 +32,9 @@ MOST = 4
 REMEMBERED = 64
 """Of so many sizes is counted how often they came."""
 
+LARGEST = 16 << 20
+"""The most bytes of the right operand, of which oneDNN makes a copy in another order while it multiplies."""
+
 
 @cache
 def has_onednn() -> bool:
@@ -45,6 +49,9 @@ def can_multiply(node: fx.Node) -> bool:
         return False
     tensors = [tensor for item in (node, *node.all_input_nodes) for tensor in fakes_in(item.meta.get("val"))]
     if any(tensor.dtype != torch.float32 or tensor.device.type != "cpu" for tensor in tensors):
+        return False
+    right: Any = node.args[-1]
+    if hinted_bytes(right.meta["val"]) > LARGEST:
         return False
     if node.target is aten.mm.default:
         return True

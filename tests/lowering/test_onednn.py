@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from ort_accel.lowering import onednn
-from ort_accel.lowering.onednn import AGAIN, MOST, REMEMBERED, can_multiply, product, product_of_known_sizes
+from ort_accel.lowering.onednn import AGAIN, LARGEST, MOST, REMEMBERED, can_multiply, product, product_of_known_sizes
 from ort_accel.lowering.pooled_results import LARGE
 
 aten = torch.ops.aten
@@ -62,10 +62,15 @@ ONE, OTHER = torch.randn(8, 4), torch.randn(4, 6)
         (called(aten.mm.default, ONE.bfloat16(), OTHER.bfloat16()), False),
         (called(aten.bmm.default, ONE[None], OTHER[None]), False),
         (called(aten.mm.default, torch.zeros(LARGE // 64, 1), torch.zeros(1, 16)), False),
+        (called(aten.mm.default, torch.zeros(1, LARGEST // 16), torch.zeros(LARGEST // 16, 4)), True),
+        (called(aten.mm.default, torch.zeros(1, LARGEST // 16), torch.zeros(LARGEST // 16, 5)), False),
     ],
-    ids=["product", "with a row", "with a matrix", "with a scaled row", "float64", "bfloat16", "of batches", "pooled"],
+    ids=[
+        *("product", "with a row", "with a matrix", "with a scaled row", "float64", "bfloat16", "of batches"),
+        *("for the pool", "by a large matrix", "by a larger one"),
+    ],
 )
-def test_single_precision_alone_is_multiplied_and_results_that_fit_new_memory(node, can):
+def test_single_precision_alone_is_multiplied_and_what_takes_little_memory(node, can):
     assert can_multiply(node) is can
 
 
