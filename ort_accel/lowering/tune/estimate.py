@@ -97,8 +97,9 @@ class Estimator:
 
 
 def _costs_of(node: fx.Node, found: Yardstick) -> Costs:
-    ort = found.ort * (1 + IN_STEPS if flops(node) else 1)
-    return Costs(ort, found.pytorch if _differ(found) else found.ort)
+    if _differ(found):
+        return Costs(found.ort, found.pytorch)
+    return Costs(found.ort * (1 + IN_STEPS if flops(node) else 1), found.ort)
 
 
 def _is_faster(found: Yardstick) -> bool:

@@ -133,6 +133,15 @@ def test_onednn_counts_for_pytorch_where_sizes_are_fixed(known):
     assert timed.yardstick(node_of(rows, right)).pytorch == pytest.approx(3 * MILLI)
 
 
+@pytest.mark.parametrize(
+    ("ort", "counts"), [(2.0, 2.0), (2.4, 3.0), (2.9, 3.0), (3.5, 3.5)], ids=["clear", "better", "equal", "worse"]
+)
+def test_onnx_runtime_has_to_be_clearly_faster_to_count_as_faster(known, ort, counts):
+    known.update(ort=ort, pytorch=3.0, onednn=None)
+    found = Products(MACHINE, Report()).yardstick(node_of(*fakes((1024, 512), (512, 256))))
+    assert (found.ort, found.pytorch) == pytest.approx((counts * MILLI, 3 * MILLI))
+
+
 def lowered(function, *inputs):
     report = Report()
     timed = Products(MACHINE, report)
