@@ -14,18 +14,22 @@ aten = torch.ops.aten
 
 
 def laid(rows, columns, layout):
-    """A matrix that lies in memory as itself, as its transpose, or with gaps."""
-    if layout == "transposed":
-        return torch.randn(columns, rows).t()
-    return torch.randn(rows, 2 * columns)[:, ::2] if layout == "with gaps" else torch.randn(rows, columns)
+    """A matrix that lies in memory as itself, as its transpose, with gaps, or as one row for all."""
+    made = {
+        "plain": lambda: torch.randn(rows, columns),
+        "transposed": lambda: torch.randn(columns, rows).t(),
+        "with gaps": lambda: torch.randn(rows, 2 * columns)[:, ::2],
+        "one row": lambda: torch.randn(1, columns).expand(rows, columns),
+    }
+    return made[layout]()
 
 
-LAYOUTS = ("plain", "transposed", "with gaps")
+LAYOUTS = ("plain", "transposed", "with gaps", "one row")
 
 
 @pytest.mark.parametrize("right", LAYOUTS)
 @pytest.mark.parametrize("left", LAYOUTS)
-@pytest.mark.parametrize("sizes", [(9, 7, 41), (1, 5, 1), (128, 64, 96)], ids=str)
+@pytest.mark.parametrize("sizes", [(9, 7, 41), (1, 5, 1), (0, 5, 3), (128, 64, 96)], ids=str)
 def test_a_product_is_eagers_however_its_operands_lie(sizes, left, right):
     rows, inner, columns = sizes
     one, other, row = laid(rows, inner, left), laid(inner, columns, right), torch.randn(columns)
