@@ -8,7 +8,6 @@ bounds how many times faster than eager it can get on this machine.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
@@ -26,11 +25,12 @@ from torch.profiler import ProfilerActivity, profile
 from ort_accel.cli.benchmark import contenders, machine
 from ort_accel.cli.benchmark.contenders import EAGER, ORT_ACCEL, Judge
 from ort_accel.cli.benchmark.timing import in_turns
-from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
+from ort_accel.cli.benchmark.workload import Workload, batch_of, build
 from ort_accel.config import load_config
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 BY_ONEDNN = "mkldnn::_linear_pointwise"
+"""The products that a node may ask for, and what may run them in place of its operator."""
 ATTENTION = "aten::_scaled_dot_product"
 """How the names of attention's kernels begin, forward and backward."""
 
@@ -128,8 +128,11 @@ def measured(workload: Workload, asked: float, steps: int, warmup: int) -> Bound
         raise SystemExit(f"{workload}: {fault}")
     inside: list[tuple[float, float]] = []
     batches = [batch_of(workload, number) for number in range(warmup + steps)]
-    runs = {name: partial(_step, model, iter(batches), workload) for name, model in models.items()}
-    again = partial(_step, models[ORT_ACCEL], iter(batches), workload)
+
+    def steps_of(model: nn.Module) -> partial[None]:
+        return partial(contenders.next_step, model, iter(batches), workload.precision)
+
+    runs, again = {name: steps_of(model) for name, model in models.items()}, steps_of(models[ORT_ACCEL])
     looked = {"kernels": lambda: inside.append(_kernels(again))}
     seconds = in_turns({**runs, **looked}, steps, warmup)
     products, attention = zip(*inside[warmup:], strict=True)
@@ -137,17 +140,12 @@ def measured(workload: Workload, asked: float, steps: int, warmup: int) -> Bound
     return Bound(eager, ours, median(products), median(attention), asked)
 
 
-def _step(model: nn.Module, following: Iterator[Batch], workload: Workload) -> None:
-    contenders.forget_gradients(model)
-    contenders.step(model, next(following), workload.precision)
-
-
 def _kernels(run: partial[None]) -> tuple[float, float]:
     """Seconds of a step in products, and in attention's kernels."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         run()
     events = seen.key_averages()
-    products = sum(event.self_cpu_time_total for event in events if event.key in {*PRODUCTS, BY_ONEDNN})
+    products = sum(event.self_cpu_time_total for event in events if event.key in (*PRODUCTS, BY_ONEDNN))
     attention = sum(event.self_cpu_time_total for event in events if event.key.startswith(ATTENTION))
     return products / 1e6, attention / 1e6
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -191,7 +191,7 @@ def attention(
     if _is_all(runs, query):
         out, logsumexp = map(_rows, _fused(FORWARD, runs[0], next(given), scale=scale))
         return out.to(query.dtype), logsumexp.to(_wide(query))
-    blank = query.new_empty if pairs.told.all_ask else query.new_zeros
+    blank = _blank(query, pairs.told.all_ask)
     out, logsumexp = blank((*query.shape[:2], value.shape[2])), blank(query.shape[:2], dtype=_wide(query))
     whole = zip(*_by_queries(runs, out, logsumexp), strict=True)
     for run, operands, places in zip(runs, given, whole, strict=True):
@@ -227,21 +227,22 @@ def attention_backward(
             one.to(like.dtype) for one, like in zip(results, (query, key, value), strict=True)
         )
         return of_query, of_key, of_value
-    grads = _blank(pairs, query, key, value)
+    grads = _grads(pairs, query, key, value)
     whole = zip(*_by_queries(runs, grads[0]), *_by_keys(runs, *grads[1:]), strict=True)
     for run, operands, total, places in zip(runs, given, sums, whole, strict=True):
         _write(places, _fused(BACKWARD, run, operands, total, 0.0, scale=scale))
     return grads
 
 
-def _blank(pairs: _Pairs, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain memory for what is written to each row of these that takes part, and zeros for others."""
-    told = pairs.told
-    sides = (query, told.all_ask), (key, told.all_answer), (value, told.all_answer)
-    of_query, of_key, of_value = (
-        like.new_empty(like.shape) if is_written else like.new_zeros(like.shape) for like, is_written in sides
-    )
-    return of_query, of_key, of_value
+def _blank(like: Tensor, is_written: bool) -> Callable[..., Tensor]:
+    """What makes a tensor of that type: plain memory where each row of it will be written, otherwise zeros."""
+    return like.new_empty if is_written else like.new_zeros
+
+
+def _grads(pairs: _Pairs, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the gradients of these."""
+    of_queries, of_keys = _blank(query, pairs.told.all_ask), _blank(key, pairs.told.all_answer)
+    return of_queries(query.shape), of_keys(key.shape), _blank(value, pairs.told.all_answer)(value.shape)
 
 
 def _is_fused(query: Tensor, kept: Tensor | None) -> bool:
@@ -328,8 +329,7 @@ def _by_products(
 ) -> tuple[Tensor, Tensor]:
     wide = _wide(query)
     scaled, keys, values = query.to(wide) * _scale(query, scale), key.to(wide), value.to(wide) * _inverse(keep)
-    blank = scaled.new_empty if pairs.told.all_ask else scaled.new_zeros
-    out = blank((*query.shape[:2], value.shape[2]))
+    out = _blank(scaled, pairs.told.all_ask)((*query.shape[:2], value.shape[2]))
     runs = pairs.runs(pairs_at_once() // query.shape[1])
     given = zip(*_by_queries(runs, scaled, out), *_by_keys(runs, keys, values), strict=True)
     for run, (each_query, place, *others) in zip(runs, given, strict=True):
@@ -343,7 +343,7 @@ def _by_products_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = _wide(query)
     scaled, keys, values = query.to(wide) * _scale(query, scale), key.to(wide), value.to(wide) * _inverse(keep)
-    grads = _blank(pairs, scaled, keys, values)
+    grads = _grads(pairs, scaled, keys, values)
     incoming = grad.to(wide)
     runs = pairs.runs(pairs_at_once() // query.shape[1])
     given = zip(*_by_queries(runs, scaled, incoming), *_by_keys(runs, keys, values), strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,12 @@ def step(model: nn.Module, batch: Batch, precision: str, seed: int = 0) -> float
 def forget_gradients(model: nn.Module) -> None:
     """Free the gradients of the last step."""
     model.zero_grad(set_to_none=True)
+
+
+def next_step(model: nn.Module, batches: Iterator[Batch], precision: str) -> None:
+    """A step on the next batch, without the gradients of the last one."""
+    forget_gradients(model)
+    step(model, next(batches), precision)
 
 
 @dataclass(frozen=True)

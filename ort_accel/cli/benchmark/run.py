@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from ort_accel.cli.benchmark import contenders, machine
 from ort_accel.cli.benchmark.contenders import INDUCTOR, ORT_ACCEL, Judge
 from ort_accel.cli.benchmark.fresh import in_fresh_processes
 from ort_accel.cli.benchmark.timing import Ratio, Times, compare, in_turns, summary
-from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
+from ort_accel.cli.benchmark.workload import Workload, batch_of, build
 from ort_accel.config import Config
 from ort_accel.reporting import Report, Runner
 
@@ -126,12 +126,9 @@ def _is_right(name: str, model: nn.Module, config: Config, judge: Judge, result:
 def _time(models: dict[str, nn.Module], workload: Workload, effort: Effort, result: Result) -> None:
     """Each round has a batch of its own, the same for all."""
     batches = [batch_of(workload, number) for number in range(effort.warmup + effort.steps)]
-
-    def step(model: nn.Module, following: Iterator[Batch]) -> None:
-        contenders.forget_gradients(model)
-        contenders.step(model, next(following), workload.precision)
-
-    steps = {name: partial(step, model, iter(batches)) for name, model in models.items()}
+    steps = {
+        name: partial(contenders.next_step, model, iter(batches), workload.precision) for name, model in models.items()
+    }
     seconds = in_turns(steps, effort.steps, effort.warmup) if steps else {}
     result.times = {name: summary(values) for name, values in seconds.items()}
     if ORT_ACCEL in seconds:

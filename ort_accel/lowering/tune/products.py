@@ -20,7 +20,7 @@ from ort_accel.lowering.onednn import PRODUCTS, can_multiply, product, product_o
 from ort_accel.lowering.sizes import expression, hint
 from ort_accel.lowering.tune.kinds import kind_of
 from ort_accel.lowering.tune.unnoticed import unnoticed
-from ort_accel.lowering.tune.yardsticks import Machine, Yardstick, call_of, handover_of, in_turns, seconds_of
+from ort_accel.lowering.tune.yardsticks import Machine, Yardstick, call_of, handover_of, in_turns
 from ort_accel.reporting import Report, Runner
 from ort_accel.runtime.pool import release_unused
 from ort_accel.runtime.sessions import Sessions
@@ -151,8 +151,7 @@ def _shortest(runs: Runs, is_long: bool) -> Seconds:
         return in_turns(runs, TURNS)
     for run in runs.values():
         run()
-    taken = [{name: seconds_of(run) for name, run in runs.items()} for _ in range(TURNS - 1)]
-    return {name: min(turn[name] for turn in taken) for name in runs}
+    return in_turns(runs, TURNS - 1, in_a_row=1)
 
 
 def _agree(one: Tensor, other: Tensor) -> bool:

@@ -168,20 +168,16 @@ def _timed(machine: Machine, handover: crossing.Handover, module: fx.GraphModule
     return Yardstick(max(0.0, ort - handover.ort), max(0.0, pytorch - handover.pytorch), amount_of(node))
 
 
-def in_turns(runs: Runs, turns: int = TURNS) -> Seconds:
-    """The shortest time of each of these runs, behind another one on the same side: changing hands has a price of its
-    own, which does not count here."""
-    taken = [{name: _second(run) for name, run in runs.items()} for _ in range(turns)]
+def in_turns(runs: Runs, turns: int = TURNS, in_a_row: int = 2) -> Seconds:
+    """The shortest time of each of these runs. Of those in a row the last one counts: a run behind another one on the
+    same side, since changing hands has a price of its own."""
+    taken = [{name: _last_of(run, in_a_row) for name, run in runs.items()} for _ in range(turns)]
     return {name: min(turn[name] for turn in taken) for name in runs}
 
 
-def _second(run: Callable[[], object]) -> float:
-    run()
-    return seconds_of(run)
-
-
-def seconds_of(run: Callable[[], object]) -> float:
-    """How long a run takes."""
+def _last_of(run: Callable[[], object], in_a_row: int) -> float:
+    for _ in range(in_a_row - 1):
+        run()
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
