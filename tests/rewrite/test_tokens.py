@@ -111,6 +111,16 @@ def test_an_operator_that_mixes_rows_is_computed_for_all(name: str) -> None:
     assert not all(product_rows(compared(MIXING[name])))
 
 
+def test_a_value_whose_rows_are_first_taken_without_gradients_keeps_its_own() -> None:
+    def twice(m: Layers, x: Tensor) -> Tensor:
+        mixed = x.roll(1, 1)
+        with torch.no_grad():
+            start = m.second(mixed)
+        return m.second(mixed) + start
+
+    assert compared(twice).ran == {"some rows": 2}
+
+
 def compared(layer: Layer) -> Rewritten:
     module = Layers(layer)
     ours = Rewritten(module)
