@@ -26,6 +26,7 @@ from ort_accel.capture.placement import place_for
 from ort_accel.capture.randomness import split_dropout
 from ort_accel.capture.refusals import refuse_forbidden, refuse_moved
 from ort_accel.capture.skipping import Skipping, SkippingPolicy, Smaller, hints, tables_of
+from ort_accel.capture.unused_outputs import Partial, WithoutUnused, partial_gradients
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.lowering.cast_moves import move_casts
@@ -187,15 +188,17 @@ class Backend:
         number, self._graphs = self._graphs, self._graphs + 1
         static: set[str] = set()
         gradients: list[Source | None] = []
+        partial: list[Partial] = []
         compile_graph = aot_autograd(
             fw_compiler=self._compiler(f"forward {number}", static),
             bw_compiler=self._compiler(f"backward {number}", static, gradients),
             inference_compiler=self._compiler(f"inference {number}", static),
             decompositions={},
-            partition_fn=self._partition(f"graph {number}", gradients),
+            partition_fn=self._partition(f"graph {number}", gradients, partial),
             keep_inference_input_mutations=True,
         )
-        return compile_graph(module, inputs)
+        run = compile_graph(module, inputs)
+        return WithoutUnused(run, partial) if partial else run
 
     def settle(self) -> None:
         """Give back what compiling left behind, once, before the next step: it is of no size that steps need."""
@@ -285,10 +288,12 @@ class Backend:
 
         return compile_graph
 
-    def _partition(self, name: str, gradients: list[Source | None]) -> Callable[..., Pair]:
-        """A function that divides a joint graph into forward and backward, and notes whose gradients there are."""
+    def _partition(self, name: str, gradients: list[Source | None], partial: list[Partial]) -> Callable[..., Pair]:
+        """A function that divides a joint graph into forward and backward, and notes whose gradients there are, and
+        which of them come from some outputs only."""
 
         def divide(joint: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Pair:
+            partial.extend(partial_gradients(joint.graph, how["num_fwd_outputs"]))
             tell_true_types(joint.graph)
             split_dropout(joint)
             self._make_lean(joint.graph)

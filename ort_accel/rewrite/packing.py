@@ -123,7 +123,12 @@ class Packing(fx.Interpreter):
 
     def packed(self, node: fx.Node, dims: Dims, rows: RowSet) -> Any:
         """A value for these rows, from whatever form it has."""
-        key = (node, dims, rows.number, torch.is_grad_enabled())  # packed under `no_grad`, it is cut off from its gradient
+        key = (
+            node,
+            dims,
+            rows.number,
+            torch.is_grad_enabled(),
+        )  # packed under `no_grad`, it is cut off from its gradient
         if key not in self._known:
             value = self.env[node]
             is_packed = isinstance(value, Packed)
