@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+from types import CodeType
 from typing import Any
 
 import torch
@@ -27,13 +28,20 @@ def settle_problem_type(model: nn.Module, labels: torch.Tensor) -> None:
 
 
 def _settles(module: nn.Module) -> bool:
-    """Whether a module writes the field, itself or in transformers' common loss; some only read it."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    """Whether a module writes the field, itself or in the loss that transformers gives it; some only read it."""
+    code = _code(type(module).forward)
     if code is None:
         return False
-    if "loss_function" in code.co_names and not hasattr(module, "_loss_function"):  # else it is the user's own
-        return getattr(module, "loss_type", None) == "ForSequenceClassification"
-    return any(step.opname == "STORE_ATTR" and step.argval == FIELD for step in dis.get_instructions(code))
+    if "loss_function" in code.co_names:
+        code = _code(getattr(module, "loss_function", None))
+    return code is not None and any(
+        step.opname == "STORE_ATTR" and step.argval == FIELD for step in dis.get_instructions(code)
+    )
+
+
+def _code(function: Any) -> CodeType | None:
+    found = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return found if isinstance(found, CodeType) else None
 
 
 def _problem_type(config: Any, labels: torch.Tensor) -> str:

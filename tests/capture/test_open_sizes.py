@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 
 import ort_accel
 from ort_accel.capture.open_sizes import Foreseen, OpenSizes
@@ -113,6 +113,15 @@ def test_a_classifier_that_finds_out_what_its_labels_are_compiles_once(num_label
     for _ in range(2):
         assert_step_as_eager(eager, ours, **text(2, 6, labels=labels))
     assert eager.config.problem_type == ours.config.problem_type == kind
+    assert compilations(ours) == 2
+
+
+def test_a_classifier_of_pictures_does_so_too():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    eager, ours = pair(ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3)))
+    for _ in range(2):
+        assert_step_as_eager(eager, ours, pixel_values=torch.randn(2, 3, 8, 8), labels=torch.tensor([0, 2]))
+    assert eager.config.problem_type == ours.config.problem_type == "single_label_classification"
     assert compilations(ours) == 2
 
 
