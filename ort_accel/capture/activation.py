@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -54,6 +55,9 @@ class Compiled:
         if any(isinstance(leaf, UnreadTensor) for leaf in leaves):
             args, kwargs = read_all((args, kwargs))
             leaves = pytree.tree_leaves((args, kwargs))
+        if self._backend.evaluation.is_in_eager:
+            with self._backend.evaluation.in_eager():
+                return self._plain(*args, **kwargs)
         if self._open_sizes is not None:
             self._open_sizes.mark([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         # On every call: a mode or a `requires_grad` that changes leads to a capture, too.
@@ -63,7 +67,8 @@ class Compiled:
             with self._checks.skipped_where_known(leaves, mode) if self._checks else nullcontext():
                 failure: Exception | None = None
                 try:
-                    result = self._compiled(mode)(*args, **kwargs)
+                    with self._timed():
+                        result = self._compiled(mode)(*args, **kwargs)
                 except Exception as error:
                     if not failed_at_once(error):
                         raise
@@ -75,6 +80,15 @@ class Compiled:
                 if first is not None:  # else another thread was here before
                     self._calls.setdefault(backend.skipping.mode, first)
             return result
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Tell the backend how long a call took that compiled something."""
+        counters = self._backend.report.counters
+        before, begin = counters["compilations"], time.perf_counter()
+        yield
+        if counters["compilations"] > before:
+            self._backend.evaluation.compiled_a_step(time.perf_counter() - begin)
 
     def _in_python(self, error: Exception, args: Any, kwargs: Any) -> Any:
         """Make a call, and all later ones, as eager mode does. If it raises an error, that says more than Dynamo's."""

@@ -14,8 +14,9 @@ from torch._guards import TracingContext
 
 from ort_accel.capture.attention import attention_as
 from ort_accel.capture.batch_norm_types import tell_true_types
-from ort_accel.capture.choice import chosen_runtime, estimator, opset, products, session_settings, tuner
+from ort_accel.capture.choice import chosen_runtime, divides_alike, estimator, opset, products, session_settings, tuner
 from ort_accel.capture.dynamo import FOR_DYNAMO
+from ort_accel.capture.evaluation import Evaluation
 from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features, refuse_missing
 from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
@@ -23,7 +24,7 @@ from ort_accel.capture.in_eager import in_eager
 from ort_accel.capture.loss_only import Unread
 from ort_accel.capture.open_sizes import Foreseen
 from ort_accel.capture.placement import place_for
-from ort_accel.capture.randomness import split_dropout
+from ort_accel.capture.randomness import keeping_draws, split_dropout
 from ort_accel.capture.refusals import refuse_forbidden, refuse_moved
 from ort_accel.capture.skipping import Skipping, SkippingPolicy, Smaller, hints, tables_of
 from ort_accel.capture.unused_outputs import Partial, WithoutUnused, partial_gradients
@@ -103,6 +104,8 @@ class Backend:
             own_results=config.memory.frugal and not self.place.is_cuda,
         )
         self.skipping = SkippingPolicy(config, self.report)
+        insists = divides_alike(config, settings) or self.place.is_cuda or config.engine.fallback == "error"
+        self.evaluation = Evaluation(config.engine.compile_evaluation, not insists, report)
         self.foreseen = Foreseen()
         cutter = partial(foreseen, lowering=self.lowering)
         holding = Holding(
@@ -197,7 +200,8 @@ class Backend:
             partition_fn=self._partition(f"graph {number}", gradients, partial),
             keep_inference_input_mutations=True,
         )
-        run = compile_graph(module, inputs)
+        with keeping_draws():
+            run = compile_graph(module, inputs)
         return WithoutUnused(run, partial) if partial else run
 
     def settle(self) -> None:

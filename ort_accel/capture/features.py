@@ -29,6 +29,7 @@ OBEYED = (
     "engine.provider_options",
     "engine.threads",
     "engine.dynamic_shapes",
+    "engine.compile_evaluation",
     "engine.fallback",
     "engine.fallback_retry",
     "engine.run_in_pytorch",

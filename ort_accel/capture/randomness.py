@@ -1,30 +1,54 @@
-"""Random numbers are drawn by PyTorch, in eager's order; what is done with them can run anywhere."""
+"""Random numbers are drawn by PyTorch, in eager's order; what is done with them can run anywhere.
+
+Eager mode draws for a dropout that nobody reads as well, and all later draws depend on that.
+"""
 
 from __future__ import annotations
 
 import operator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_settings
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 
 from ort_accel.lowering.draws import kept
-from ort_accel.lowering.nodes import is_part
+from ort_accel.lowering.nodes import is_part, is_random
 
 aten = torch.ops.aten
+
+
+def keeping_draws() -> AbstractContextManager[None]:
+    """Traces keep what draws random numbers, read or not, while this is entered."""
+    keeping: AbstractContextManager[None] = inductor_settings.patch(fallback_random=True)
+    return keeping
 
 
 def split_dropout(module: fx.GraphModule) -> int:
     """Part each dropout into drawing its mask and applying it; returns how many.
 
-    The draw is the one that `native_dropout` makes, so the masks are eager's for the same seed.
+    The draw is the one that `native_dropout` makes, so the masks are eager's for the same seed. Of what nobody reads
+    only the draws stay.
     """
     found = module.graph.find_nodes(op="call_function", target=aten.native_dropout.default)
-    split = [node for node in found if node.args[2] is not False and _probability(node) > 0]
+    split = [node for node in found if _drops(node)]
     for node in split:
         _split(module.graph, node)
+    module.graph.eliminate_dead_code(_is_needed)
     return len(split)
+
+
+def _drops(node: fx.Node) -> bool:
+    """Whether a dropout draws anything, or drops all."""
+    return node.args[2] is not False and _probability(node) > 0
+
+
+def _is_needed(node: fx.Node) -> bool:
+    """Whether a node does more than to give its result."""
+    is_idle = node.target is aten.native_dropout.default and not _drops(node)
+    return (node.is_impure() or is_random(node)) and not is_idle
 
 
 def _probability(node: fx.Node) -> float:

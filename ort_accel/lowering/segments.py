@@ -37,12 +37,13 @@ class Assignment:
 
 
 def assign(graph: fx.Graph, decide: Decide) -> Assignment:
-    """Decide for every node."""
+    """Decide for every node whose results are read. Sizes are not read of them: they are computed outside."""
     runner: dict[fx.Node, Runner] = {}
     refusals: dict[fx.Node, Refusal] = {}
     free: set[fx.Node] = set()
+    needed = _needed(graph)
     for node in graph.nodes:
-        if node.op != "call_function" or is_size(node):
+        if node.op != "call_function" or is_size(node) or node not in needed:
             continue
         if is_part(node):
             if node.args[0] in free:
@@ -56,6 +57,16 @@ def assign(graph: fx.Graph, decide: Decide) -> Assignment:
         else:
             runner[node], refusals[node] = Runner.PYTORCH, refusal
     return Assignment(runner, refusals, free)
+
+
+def _needed(graph: fx.Graph) -> set[fx.Node]:
+    """What is computed for the outputs, or does more than to give its results."""
+    needed: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        is_read = not needed.isdisjoint(node.users)
+        if not is_size(node) and (is_read or node.is_impure() or is_random(node) or is_watched(node)):
+            needed.add(node)
+    return needed
 
 
 def sources(node: fx.Node, free: set[fx.Node]) -> set[fx.Node]:

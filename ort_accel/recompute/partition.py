@@ -8,6 +8,7 @@ from typing import Any
 from functorch.compile import default_partition
 from torch import fx
 
+from ort_accel.lowering.nodes import is_random
 from ort_accel.recompute.again import compute_again
 
 Pair = tuple[fx.GraphModule, fx.GraphModule]
@@ -18,7 +19,13 @@ def partition(joint: fx.GraphModule, inputs: Any, chosen: Collection[fx.Node] = 
     """Keep for the backward what it reads: all that eager mode keeps, less the views and the chosen operators."""
     compute_again(joint.graph, chosen)
     forward, backward = default_partition(joint, inputs, **how)
+    backward.graph.eliminate_dead_code(_is_needed)
     return forward, backward
+
+
+def _is_needed(node: fx.Node) -> bool:
+    """Whether a node of a backward does more than to give its result. What is drawn for nobody, the forward draws."""
+    return node.is_impure() and not is_random(node)
 
 
 def rehearsed(joint: fx.GraphModule, inputs: Any, chosen: Collection[fx.Node] = (), **how: Any) -> Pair:

@@ -10,7 +10,7 @@ import ort_accel
 def accelerated(skip_checks=True):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2))
-    return ort_accel.accelerate(model, {"engine": {"skip_checks": skip_checks}})
+    return ort_accel.accelerate(model, {"engine": {"skip_checks": skip_checks, "compile_evaluation": True}})
 
 
 def step(model, rows=3):

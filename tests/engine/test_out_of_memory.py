@@ -11,7 +11,7 @@ import ort_accel
 from tests.forked import START
 from tests.memory_limit import memory_limit
 
-QUIET = {"observe": {"log_level": "error"}}
+QUIET = {"engine": {"compile_evaluation": True}, "observe": {"log_level": "error"}}
 
 
 def a_model():

@@ -1,5 +1,7 @@
 """Random numbers are eager's: the same seed draws the same masks, and leaves the generator in the same state."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -31,6 +33,9 @@ def assert_drawn_as_eager(function, x):
         assert torch.equal(got == 0, expected == 0)
         assert torch.equal(torch.get_rng_state(), state)
         torch.testing.assert_close(got, expected)
+        if got.requires_grad:
+            got.sum().backward()
+            assert torch.equal(torch.get_rng_state(), state)
     return ours
 
 
@@ -89,6 +94,47 @@ def test_dropout_in_attention():
     assert_drawn_as_eager(
         lambda x: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.3, is_causal=True), torch.randn(shape)
     )
+
+
+UNREAD = {
+    "a dropout": lambda x: functional.dropout(x.exp() @ x.t(), 0.3),
+    "one behind another": lambda x: functional.dropout(functional.dropout(x, 0.3).sin(), 0.3),
+    "a dropout of a permuted value": lambda x: functional.dropout(x.t().cos(), 0.3),
+    "a dropout that drops nothing": lambda x: functional.dropout(x.sin(), 0.0),
+    "a dropout that drops all": lambda x: functional.dropout(x.sin(), 1.0),
+    "noise": lambda x: torch.randn_like(x.exp()) + torch.rand(x.shape),
+    "a choice": lambda x: torch.bernoulli(x.sigmoid()),
+    "attention": lambda x: functional.scaled_dot_product_attention(*[x.view(1, 1, *x.shape)] * 3, dropout_p=0.3),
+}
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_is_drawn_for_nobody_is_drawn_all_the_same(name, gradients):
+    def function(x):
+        UNREAD[name](x)
+        return functional.dropout(x + 1, 0.3)
+
+    with torch.set_grad_enabled(gradients):
+        for rows in (5, 6, 7):
+            assert_drawn_as_eager(function, torch.rand(rows, 4).requires_grad_(gradients))
+
+
+def test_what_is_drawn_for_nobody_costs_no_more_than_the_draw():
+    def function(x):
+        functional.dropout(x.exp() @ x.t(), 0.3)
+        return functional.dropout(x + 1, 0.3)
+
+    for sizes in ((5,), (5, 6)):
+        torch.compiler.reset()
+        _, ours = pair(Function(function))
+        for rows in sizes:
+            ours(torch.rand(rows, 4))
+        ops: Counter[str] = Counter()
+        for segment in report(ours).segments:
+            ops.update(segment.ops)
+        assert not {name for name in ops if "exp" in name or "mm" in name}, ops
+        assert ops["ort_accel.kept.default"] == 2 * len(sizes)
 
 
 def test_draws_of_several_kinds_keep_their_order():

@@ -40,6 +40,12 @@ class Engine(Section):
     that was seen to change kept open; at once where a data loader tells beforehand that sizes will change. `true` keeps
     sizes open from the start; `false` compiles each shape on its own, for runs whose shapes never change."""
 
+    compile_evaluation: Switch = "auto"
+    """Whether calls without gradients are compiled. `auto` does so at once, but beside a training only when they have
+    taken as long in eager mode as compiling them would: an evaluation of a few seconds is over before that. `true`
+    always does at once, as does `auto` on CUDA, with `deterministic`, `fallback: error`, a `placement`, or where memory
+    is saved; `false` leaves them to eager mode."""
+
     fallback: Literal["warn", "report", "error"] = "warn"
     """What to do with parts that ONNX Runtime cannot run. PyTorch runs them; `warn` says so once in the log, `report`
     only in the report, `error` stops with a list of all of them. Choose `error` when every operator must be
