@@ -1,0 +1,92 @@
+"""The sweep over architectures: what it makes is tiny, what matches it says matches, and what does not it finds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import model_sweep
+from benchmarks.model_sweep import Verdict, check
+from benchmarks.tiny_models import MOST_PARAMETERS, TASKS, tiny
+
+SAMPLE = [
+    ("causal", "llama", "LlamaForCausalLM"),
+    ("seq2seq", "t5", "T5ForConditionalGeneration"),
+    ("images", "swin", "SwinForImageClassification"),
+    ("answers", "bert", "BertForQuestionAnswering"),
+    ("choice", "roberta", "RobertaForMultipleChoice"),
+    ("speech", "wav2vec2", "Wav2Vec2ForCTC"),
+]
+
+
+@pytest.mark.parametrize(("task", "kind", "name"), SAMPLE)
+def test_a_tiny_model_of_each_task_trains(task: str, kind: str, name: str) -> None:
+    assert (kind, name) in TASKS[task].classes()
+    model = tiny(kind, name, TASKS[task].labels)
+    assert sum(parameter.numel() for parameter in model.parameters()) < MOST_PARAMETERS / 10
+    for rows, length in TASKS[task].sizes:
+        loss = model(**TASKS[task].batch(model.config, rows, length)).loss
+        loss.backward()
+        assert loss.isfinite()
+
+
+def test_a_model_that_trains_as_in_eager_mode_matches() -> None:
+    outcome = check("masked", "bert", "BertForMaskedLM")
+    assert (outcome.verdict, outcome.detail) == (Verdict.MATCH, "")
+    assert outcome.compilations == 4
+    assert outcome.late == 0
+    assert not outcome.breaks
+
+
+def test_what_cannot_be_made_is_not_compared() -> None:
+    outcome = check("masked", "perceiver", "PerceiverForMaskedLM")
+    assert outcome.verdict is Verdict.NOT_BUILT
+    assert "not tiny" in outcome.detail
+
+
+@pytest.mark.parametrize("fault", ["another number", "no gradient", "an error"])
+def test_a_fault_of_the_engine_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def accelerate(model: nn.Module, _: object) -> nn.Module:
+        bias = model.cls.predictions.bias
+        if fault == "another number":
+            bias.register_hook(lambda gradient: gradient * 1.01)
+        elif fault == "no gradient":
+            bias.requires_grad_(False)
+        else:
+            model.forward = None  # type: ignore[assignment]
+        return model
+
+    monkeypatch.setattr(model_sweep.ort_accel, "accelerate", accelerate)
+    monkeypatch.setattr(model_sweep.ort_accel, "report", lambda _: model_sweep.Report())
+    outcome = check("masked", "bert", "BertForMaskedLM")
+    assert outcome.verdict is (Verdict.ERROR if fault == "an error" else Verdict.MISMATCH)
+    assert outcome.verdict.is_fault
+    if outcome.verdict is Verdict.MISMATCH:
+        assert "cls.predictions.bias" in outcome.detail
+
+
+def test_what_rounding_grows_into_is_no_fault() -> None:
+    class Chaotic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(0.3))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            for _ in range(60):
+                x = 3.99 * x * (1 - x)
+            return ((x * self.weight).sum(),)
+
+    class Started(Chaotic):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            return super().forward(x * self.weight)
+
+    batch = {"x": torch.tensor([0.4, 0.7])}
+    model = Started()
+    step = model_sweep._step(model, batch)
+    nearby = {name: value * 1.5 for name, value in step.items() if value is not None}
+    assert model_sweep._difference(nearby, step)
+    assert model_sweep._is_rounding(model, batch, nearby, step)
+    plain = Chaotic()
+    step = model_sweep._step(plain, batch)
+    assert not model_sweep._is_rounding(plain, batch, {name: value * 1.5 for name, value in step.items()}, step)
