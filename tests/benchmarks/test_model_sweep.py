@@ -73,20 +73,10 @@ def test_what_rounding_grows_into_is_no_fault() -> None:
             self.weight = nn.Parameter(torch.tensor(0.3))
 
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-            for _ in range(60):
+            x = x * self.weight
+            for _ in range(12):
                 x = 3.99 * x * (1 - x)
-            return ((x * self.weight).sum(),)
-
-    class Started(Chaotic):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-            return super().forward(x * self.weight)
+            return (x.sum(),)
 
     batch = {"x": torch.tensor([0.4, 0.7])}
-    model = Started()
-    step = model_sweep._step(model, batch)
-    nearby = {name: value * 1.5 for name, value in step.items() if value is not None}
-    assert model_sweep._difference(nearby, step)
-    assert model_sweep._is_rounding(model, batch, nearby, step)
-    plain = Chaotic()
-    step = model_sweep._step(plain, batch)
-    assert not model_sweep._is_rounding(plain, batch, {name: value * 1.5 for name, value in step.items()}, step)
+    assert model_sweep._is_rounding(Chaotic(), batch, model_sweep.QUIET)
