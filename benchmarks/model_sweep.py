@@ -171,7 +171,7 @@ def check(task: str, kind: str, name: str, config: str | None = None) -> Outcome
     start = time.perf_counter()
     model = _trainable(TASKS[task], outcome)
     if model is not None:
-        _compare(model, TASKS[task], outcome, config)
+        _compare(model, TASKS[task], outcome, config or QUIET)
     outcome.seconds = time.perf_counter() - start
     return outcome
 
@@ -213,15 +213,15 @@ def _step(model: nn.Module, batch: Batch) -> Step:
     return {"the loss": loss.detach(), **gradients}
 
 
-def _compare(model: nn.Module, task: Task, outcome: Outcome, config: str | None) -> None:
+def _compare(model: nn.Module, task: Task, outcome: Outcome, config: Any) -> None:
     try:
-        ours = ort_accel.accelerate(copy.deepcopy(model), config or QUIET)
+        ours = ort_accel.accelerate(copy.deepcopy(model), config)
         report = ort_accel.report(ours)
         for rows, length in task.sizes:
             before = report.counters["compilations"]
             batch = _batch(task, model, rows, length)
             found, expected = _step(ours, batch), _step(model, batch)
-            if (difference := _difference(found, expected)) and not _is_rounding(model, batch, config or QUIET):
+            if (difference := _difference(found, expected)) and not _is_rounding(model, batch, config):
                 outcome.verdict, outcome.detail = Verdict.MISMATCH, f"{rows} x {length}: {difference}"
                 break
             outcome.late = report.counters["compilations"] - before

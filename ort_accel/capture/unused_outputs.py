@@ -37,7 +37,7 @@ class Partial:
 def partial_gradients(joint: fx.Graph, outputs: int) -> list[Partial]:
     """The gradients of a joint graph that come from some of its outputs only; the forward has so many outputs.
 
-    None where a gradient comes in for something else, such as what several outputs are views of.
+    It is an empty list where a gradient comes in for something that is not described as an output.
     """
     inputs = joint.find_nodes(op="placeholder")
     place = {name: place for place, name in enumerate(joint.output_node().meta.get("desc", ())[:outputs])}

@@ -123,12 +123,8 @@ class Packing(fx.Interpreter):
 
     def packed(self, node: fx.Node, dims: Dims, rows: RowSet) -> Any:
         """A value for these rows, from whatever form it has."""
-        key = (
-            node,
-            dims,
-            rows.number,
-            torch.is_grad_enabled(),
-        )  # packed under `no_grad`, it is cut off from its gradient
+        has_gradient = torch.is_grad_enabled()  # what is packed under `no_grad` is cut off from its gradient
+        key = (node, dims, rows.number, has_gradient)
         if key not in self._known:
             value = self.env[node]
             is_packed = isinstance(value, Packed)
