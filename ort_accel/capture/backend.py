@@ -35,6 +35,7 @@ from ort_accel.lowering.casts import propagate_casts
 from ort_accel.lowering.early_gradients import Gradients, Source
 from ort_accel.lowering.lean_attention import slim_attention
 from ort_accel.lowering.lower_graph import Lowering, foreseen, lower_graph
+from ort_accel.lowering.nodes import find_numbers_from_data
 from ort_accel.lowering.program import Program
 from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.logs import configure, speaks
@@ -279,6 +280,7 @@ class Backend:
 
         def compile_graph(module: fx.GraphModule, _: Sequence[Any]) -> Program:
             self.report.counters["compilations"] += 1
+            find_numbers_from_data(module.graph)
             if not name.startswith("backward"):
                 tell_true_types(module.graph)
                 split_dropout(module)
@@ -298,6 +300,7 @@ class Backend:
 
         def divide(joint: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Pair:
             partial.extend(partial_gradients(joint.graph, how["num_fwd_outputs"]))
+            find_numbers_from_data(joint.graph)
             tell_true_types(joint.graph)
             split_dropout(joint)
             self._make_lean(joint.graph)

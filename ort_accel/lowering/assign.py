@@ -9,10 +9,9 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ort_accel.lowering.host_operators import is_move
-from ort_accel.lowering.nodes import fakes_in, is_random, is_watched, op_name, writes
+from ort_accel.lowering.nodes import depends_on_data, fakes_in, is_random, is_watched, op_name, writes
 from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, Operand, Slower, describe
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.lowering.sizes import expression
@@ -60,6 +59,8 @@ class Assigner:
     def refusal(self, node: fx.Node) -> Refusal | None:
         """Why PyTorch must run this node; None if ONNX Runtime can."""
         target = node.target
+        if depends_on_data(node):
+            return Refusal(Reason.DATA_DEPENDENT)
         if not isinstance(target, torch._ops.OpOverload):
             return Refusal(Reason.UNSUPPORTED_OP, "not an ATen operator")
         if {str(target), str(target).rpartition(".")[0]} & self.unwanted or is_watched(node):
@@ -74,8 +75,6 @@ class Assigner:
             return Refusal(Reason.RANDOM, "memory to draw into")
         if writes(node):
             return Refusal(Reason.MUTATION)
-        if torch.Tag.data_dependent_output in target.tags or free_unbacked_symbols(fakes_in(node.meta["val"])):
-            return Refusal(Reason.DATA_DEPENDENT)
         if target not in lowerings():
             return Refusal(Reason.UNSUPPORTED_OP)
         if refusal := self._refused_tensor(node):

@@ -10,6 +10,20 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+aten = torch.ops.aten
+
+CHECKS = {
+    aten._assert_async.msg,
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+}
+"""What says something of numbers in tensors."""
+
+FROM_DATA = "from data"
+"""Key in a node's meta: its value is such a number."""
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in .+\n +(.+)')
 
@@ -35,9 +49,49 @@ def call(node: fx.Node) -> str:
     return f"{op_name(node)}({shown})"
 
 
+def find_numbers_from_data(graph: fx.Graph) -> None:
+    """Mark the numbers that are known only once something has run: what `.item()` gives, how many elements are not
+    zero, and what is computed from those.
+
+    A trace takes a number that has to be 1, say, for 1, so that the value noted with a node does not tell.
+    """
+    for node in graph.nodes:
+        if node.target in CHECKS:
+            node.meta.setdefault("val", None)  # a trace notes nothing
+        if _is_number(node) and (_reads_data(node) or any(map(is_from_data, node.all_input_nodes))):
+            node.meta[FROM_DATA] = True
+
+
+def is_from_data(node: fx.Node) -> bool:
+    """Whether a node's value is a number that follows from what a tensor holds."""
+    return FROM_DATA in node.meta or (_is_number(node) and _has_data_size(node))
+
+
+def depends_on_data(node: fx.Node) -> bool:
+    """Whether a node gives, takes or checks numbers that follow from what a tensor holds, or tensors of such sizes.
+    These may be empty, and of empty tensors some kernels of ONNX Runtime give nothing, or no NaN for a mean."""
+    return node.target in CHECKS or _reads_data(node) or any(map(_is_of_data, (node, *node.all_input_nodes)))
+
+
+def _is_of_data(node: fx.Node) -> bool:
+    return is_from_data(node) or _has_data_size(node)
+
+
+def _has_data_size(node: fx.Node) -> bool:
+    return bool(free_unbacked_symbols(node.meta.get("val")))
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _reads_data(node: fx.Node) -> bool:
+    return torch.Tag.data_dependent_output in getattr(node.target, "tags", ())
+
+
 def is_size(node: fx.Node) -> bool:
     """Whether a node's value is an integer size, which is computed from the inputs' sizes rather than run."""
-    return isinstance(node.meta.get("val"), int | torch.SymInt)
+    return isinstance(node.meta.get("val"), int | torch.SymInt) and not is_from_data(node)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -77,6 +131,8 @@ def is_watched(node: fx.Node) -> bool:
 def writes(node: fx.Node) -> bool:
     """Whether a node may change a tensor that it was given."""
     target = node.target
+    if is_from_data(node):
+        return False
     return not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable
 
 

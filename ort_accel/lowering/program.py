@@ -26,8 +26,6 @@ class Step:
     """What it is the last to read."""
     unread: list[int] = field(default_factory=list)
     """What it writes and nobody reads."""
-    reveals: SymbolSource | None = None
-    """Symbols that are known only once this step has run: sizes that depend on data."""
 
 
 class Program:
@@ -63,8 +61,6 @@ class Program:
             except Exception as error:
                 explain_lack_of_memory(error)
                 raise
-            if step.reveals is not None:
-                step.reveals.read(registers, symbols)
             for index in step.unread:
                 registers[index] = None
         sizes = iter(self._output_sizes(symbols))

@@ -11,18 +11,25 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_accel.lowering.checks_of_numbers import check
 from ort_accel.lowering.embedding_gradient import embedding_gradient
 from ort_accel.lowering.fuse.cross_entropy import JOINED, pooled_cross_entropy_gradient
 from ort_accel.lowering.in_place import dying_operands, write_over
-from ort_accel.lowering.nodes import is_size
+from ort_accel.lowering.nodes import depends_on_data, is_size
 from ort_accel.lowering.pooled_results import in_pool, is_for_pool
 from ort_accel.lowering.segments import Body
 from ort_accel.lowering.sizes import SizeFunction, expression
 
 aten = torch.ops.aten
 
-TOLERANT: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
-"""Tensors from ONNX Runtime are contiguous where eager's may not be, so that a plain view can be impossible."""
+OTHERWISE: dict[Any, Any] = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+    aten._assert_async.msg: check,
+    aten._assert_scalar.default: check,
+}
+"""What is called in place of an operator. Tensors from ONNX Runtime are contiguous where eager's may not be, so that a
+plain view can be impossible."""
 
 POOLED: dict[Any, Any] = {
     aten.embedding_dense_backward.default: embedding_gradient,
@@ -48,10 +55,10 @@ class PyTorchSegment:
         self.inputs = [node for node in body.inputs if not is_size(node)]
         sizes = [node for node in body.inputs if is_size(node)]
         replaced = dying_operands(body.nodes, wanted, spent) if pooled else {}
-        pool = [node for node in body.nodes if pooled and node not in replaced and is_for_pool(node)]
+        pool = [node for node in body.nodes if pooled and node not in replaced and _is_for_pool(node)]
         results = [size for node in pool for size in node.meta["val"].shape]
         self._size_values = SizeFunction(map(expression, [*(node.meta["val"] for node in sizes), *results]))
-        replacements = TOLERANT | POOLED if pooled else TOLERANT
+        replacements = OTHERWISE | POOLED if pooled else OTHERWISE
         graph = fx.Graph()
         given = graph.placeholder("given")
         takes = (graph.call_function(operator.getitem, (given, position)) for position in count())
@@ -75,3 +82,8 @@ class PyTorchSegment:
         tensors.clear()
         results: Sequence[Any] = self._module(given)
         return results
+
+
+def _is_for_pool(node: fx.Node) -> bool:
+    """Whether the result of a node may be large, and its sizes are known before anything has run."""
+    return is_for_pool(node) and not depends_on_data(node)

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ort_accel.lowering.lean_attention import LEAN
-from ort_accel.lowering.nodes import fakes_in, is_part, is_random, is_size, is_view, writes
+from ort_accel.lowering.nodes import depends_on_data, is_part, is_random, is_size, is_view, writes
 from ort_accel.lowering.row_operators import ON_ROWS
 from ort_accel.lowering.sizes import expression
 
@@ -78,8 +77,7 @@ def can_be_repeated(node: fx.Node) -> bool:
     is_known = target.namespace in ("aten", "prims") or target.overloadpacket in ON_ROWS | LEAN
     if not is_known or is_random(node) or writes(node):
         return False
-    sizes_depend_on_data = free_unbacked_symbols(fakes_in(node.meta.get("val")))
-    return torch.Tag.data_dependent_output not in target.tags and not sizes_depend_on_data
+    return not depends_on_data(node)
 
 
 def bytes_of(fake: torch.Tensor) -> Bytes:

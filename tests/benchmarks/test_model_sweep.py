@@ -8,6 +8,7 @@ from torch import nn
 
 from benchmarks import model_sweep
 from benchmarks.model_sweep import Verdict, check
+from benchmarks.sweep_ways import WAYS, rough_difference
 from benchmarks.tiny_models import MOST_PARAMETERS, TASKS, tiny
 
 SAMPLE = [
@@ -26,7 +27,7 @@ def test_a_tiny_model_of_each_task_trains(task: str, kind: str, name: str) -> No
     model = tiny(kind, name, TASKS[task].labels)
     assert sum(parameter.numel() for parameter in model.parameters()) < MOST_PARAMETERS / 10
     for rows, length in TASKS[task].sizes:
-        loss = model(**TASKS[task].batch(model.config, rows, length)).loss
+        loss = model(**TASKS[task].batch(model, rows, length)).loss
         loss.backward()
         assert loss.isfinite()
 
@@ -79,4 +80,22 @@ def test_what_rounding_grows_into_is_no_fault() -> None:
             return (x.sum(),)
 
     batch = {"x": torch.tensor([0.4, 0.7])}
-    assert model_sweep._is_rounding(Chaotic(), batch, model_sweep.QUIET)
+    assert model_sweep._is_rounding(Chaotic(), WAYS["usual"], batch, model_sweep.QUIET)
+
+
+@pytest.mark.parametrize("way", sorted(WAYS.keys() - {"usual"}))
+def test_each_way_runs_a_model_on_the_engine(way: str) -> None:
+    outcome = check("causal", "gpt2", "GPT2LMHeadModel", way=way)
+    assert (outcome.verdict, outcome.detail) == (Verdict.MATCH, "")
+    assert outcome.compilations >= 2
+
+
+def test_a_smaller_type_may_be_off_by_rounding_only() -> None:
+    exact = {"weight": torch.linspace(-1, 1, 1000), "bias": torch.zeros(2), "unused": None}
+    eager = {"weight": exact["weight"].bfloat16(), "bias": torch.full((2,), 1e-4), "unused": None}
+    assert not rough_difference(dict(eager, bias=torch.full((2,), -3e-4)), eager, exact)
+    assert "weight: 1.8" in rough_difference(dict(eager, weight=(exact["weight"] * 0.9).bfloat16()), eager, exact)
+    assert "bias" in rough_difference(dict(eager, bias=torch.full((2,), 0.1)), eager, exact)
+    assert "unused has a value" in rough_difference(dict(eager, unused=torch.zeros(1)), eager, exact)
+    assert "weight: torch.float32" in rough_difference(dict(eager, weight=exact["weight"]), eager, exact)
+    assert rough_difference(dict(eager, weight=exact["weight"].bfloat16() * torch.nan), eager, exact)

@@ -1,0 +1,66 @@
+"""Checks of what tensors hold stay in a graph, where Dynamo itself would divide it.
+
+Models of pictures and text check that there are as many tokens for pictures as there are parts of pictures, through
+`torch._check_tensor_all`, and write both numbers into the text of the error. Dynamo divides a graph at the check, and
+compiles anew for each number that was written into a text. Both is changed for what the engine captures, and for
+nothing else. It uses what is private to torch; checked with torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.misc import StringFormatVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+
+FAILED = "what the model checks does not hold"
+
+_CAPTURES: ContextVar[bool] = ContextVar("whether the engine is what has something captured", default=False)
+
+
+@contextmanager
+def checks_in_graphs() -> Iterator[None]:
+    """While this is entered, what is captured keeps its checks."""
+    before = _CAPTURES.set(True)
+    try:
+        yield
+    finally:
+        _CAPTURES.reset(before)
+
+
+def _change_texts() -> None:
+    """Let a size that may change be written into a text without being taken for fixed."""
+    usual = InstructionTranslatorBase._format_value
+
+    def format_value(self: Any, form: Any, flags: int) -> None:
+        if _CAPTURES.get() and isinstance(self.stack[-1], SymNodeVariable):
+            text = "{:" + form.as_python_constant() + "}"
+            self.push(StringFormatVariable.create(text, [self.pop()], {}))
+        else:
+            usual(self, form, flags)
+
+    InstructionTranslatorBase._format_value = format_value  # type: ignore[assignment, method-assign]
+
+
+def _change_checks() -> None:
+    """Take what `torch._check_tensor_all` asks for as given, and let the graph see to it when it runs."""
+    usual = TensorVariable.method_item
+
+    def item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor = self.as_proxy()
+        if not _CAPTURES.get() or tensor.node.target != "_is_all_true":
+            return usual(self, tx, *args, **kwargs)
+        tx.output.create_proxy("call_function", torch._assert_async, (tensor, FAILED), {})
+        return ConstantVariable.create(True)
+
+    TensorVariable.method_item = item  # type: ignore[method-assign]
+
+
+_change_texts()
+_change_checks()

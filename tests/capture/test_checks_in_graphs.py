@@ -1,0 +1,107 @@
+"""A check of what tensors hold divides no graph, fails as in eager mode, and other compilers see nothing of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ort_accel
+from tests.against_eager import assert_step_as_eager, compilations, pair, report
+
+IMAGE = 3
+
+
+class Pictures(nn.Module):
+    """As models of pictures and text do it: the text of the error is made before it is known to be needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16)
+        self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, ids: Tensor, parts: Tensor) -> Tensor:
+        hidden, parts = self.embedding(ids), self.inner(parts)
+        mask = ids == IMAGE
+        text = f"{mask.sum()} tokens for {parts.shape[0]} parts"
+        check(mask.sum() * hidden.shape[-1] == parts.numel(), text)
+        hidden = hidden.masked_scatter(mask.unsqueeze(-1).expand_as(hidden), parts)
+        return self.outer(hidden).square().mean()
+
+
+def check(condition: Tensor, text: str) -> None:
+    if torch.compiler.is_compiling():
+        torch._check_tensor_all(condition)  # type: ignore[no-untyped-call]
+    elif not condition.item():
+        raise ValueError(text)
+
+
+def batch(rows: int, length: int, marked: int = 2, parts: int = 2) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(IMAGE + 1, 20, (rows, length))
+    ids[:, :marked] = IMAGE
+    return ids, torch.randn(rows * parts, 16)
+
+
+def breaks(model: nn.Module) -> list[str]:
+    return [item.detail for item in report(model).fallbacks if item.op == "a graph break"]
+
+
+def test_a_check_divides_no_graph_and_its_text_fixes_no_size() -> None:
+    eager, ours = pair(Pictures())
+    compiled = []
+    for rows, length in [(2, 8), (3, 9), (5, 12), (2, 7)]:
+        assert_step_as_eager(eager, ours, *batch(rows, length))
+        compiled.append(compilations(ours))
+    assert compiled == [2, 4, 4, 4]
+    assert not breaks(ours)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_check_that_fails_is_eagers_error_and_the_next_batch_runs(trains: bool) -> None:
+    eager, ours = pair(Pictures(), {"engine": {"compile_evaluation": True}})
+    with torch.set_grad_enabled(trains):
+        torch.testing.assert_close(ours(*batch(2, 8)).isfinite(), torch.tensor(True))
+        for marked in (1, 3):
+            with pytest.raises(ValueError, match=f"{2 * marked} tokens for 4 parts"):
+                ours(*batch(2, 8, marked))
+    assert_step_as_eager(eager, ours, *batch(2, 8))
+
+
+def test_what_is_used_of_a_number_in_a_tensor_divides_a_graph_as_before() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x * x.max().item())
+
+    eager, ours = pair(Scaled())
+    assert_step_as_eager(eager, ours, torch.randn(3, 4))
+    assert any("Tensor.item()" in text for text in breaks(ours))
+
+
+def test_a_size_in_a_text_may_be_a_name() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.of_2, self.of_3, self.of_4 = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return getattr(self, f"of_{x.shape[0]}")(x)
+
+    eager, ours = pair(Named())
+    for rows in (2, 3, 4, 3, 2):
+        assert_step_as_eager(eager, ours, torch.randn(rows, 4))
+
+
+def test_other_compilers_keep_their_ways() -> None:
+    ort_accel.accelerate(Pictures())(*batch(2, 8))
+    graphs = []
+
+    def backend(module: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(module)
+        return module
+
+    torch.compile(Pictures(), backend=backend)(*batch(2, 8))
+    assert len(graphs) > 1

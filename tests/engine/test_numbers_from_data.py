@@ -1,0 +1,117 @@
+"""What depends on the numbers in a tensor stays in the graph: `.item()`, masks of bools, checks of counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+import ort_accel
+from tests.against_eager import assert_step_as_eager, compilations, pair, report
+
+IMAGE = 3
+
+
+class Model(nn.Module):
+    """Embeds tokens, and does something with them that `act` says."""
+
+    def __init__(self, act: Callable[[Model, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16)
+        self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.act = act
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss = self.outer(self.act(self, self.embedding(ids), ids)).square().mean()
+        return torch.nan_to_num(loss, nan=5.0)  # a mean of nothing is no number
+
+
+def marked_rows(model: Model, hidden: Tensor, ids: Tensor) -> Tensor:
+    return torch.relu(model.inner(hidden[ids == IMAGE]))
+
+
+def places(model: Model, hidden: Tensor, ids: Tensor) -> Tensor:
+    row, column = torch.nonzero(ids == IMAGE, as_tuple=True)
+    return hidden + model.inner(hidden[row, column]).sum(0) / (1 + row.shape[0])
+
+
+def scaled(model: Model, hidden: Tensor, ids: Tensor) -> Tensor:
+    return model.inner(hidden) * ids.float().mean().item()
+
+
+def counted(model: Model, hidden: Tensor, ids: Tensor) -> Tensor:
+    count = (ids == IMAGE).sum().item()
+    return model.inner(hidden) * (1 + count) + torch.ones(count, 16).sum()
+
+
+def filled(model: Model, hidden: Tensor, ids: Tensor) -> Tensor:
+    """As models of pictures and text do it, with the text of the error made before it is known to be needed."""
+    mask = ids == IMAGE
+    parts = model.inner(hidden[:, :2])
+    text = f"{mask.sum()} tokens for {parts.shape[0] * parts.shape[1]} parts"
+    check(mask.sum() * hidden.shape[-1] == parts.numel(), text)
+    return hidden.masked_scatter(mask.unsqueeze(-1).expand_as(hidden), parts)
+
+
+def check(condition: Tensor, text: str) -> None:
+    if torch.compiler.is_compiling():
+        torch._check_tensor_all(condition)  # type: ignore[no-untyped-call]
+    elif not condition.item():
+        raise ValueError(text)
+
+
+def batch(rows: int, length: int, marked: int = 2) -> Tensor:
+    ids = torch.randint(IMAGE + 1, 20, (rows, length))
+    ids[:, :marked] = IMAGE
+    return ids
+
+
+@pytest.fixture(autouse=True)
+def captured() -> Iterator[None]:
+    """What a user may ask of Dynamo."""
+    with torch._dynamo.config.patch(capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True):
+        yield
+
+
+SIZES = [(2, 8), (3, 9), (5, 12), (2, 7)]
+
+
+@pytest.mark.parametrize("act", [marked_rows, places, scaled, counted, filled])
+@pytest.mark.parametrize("config", [None, {"memory": {"level": 1}}], ids=["usual", "recomputing"])
+def test_it_trains_as_in_eager_mode_and_compiles_no_more_for_other_sizes(
+    act: Callable[..., Tensor], config: object
+) -> None:
+    eager, ours = pair(Model(act), config)
+    compiled = []
+    for rows, length in SIZES:
+        assert_step_as_eager(eager, ours, batch(rows, length))
+        compiled.append(compilations(ours))
+    assert compiled == [2, 4, 4, 4]
+    assert "a graph break" not in {item.op for item in report(ours).fallbacks}
+
+
+@pytest.mark.parametrize("act", [marked_rows, places, counted])
+def test_nothing_may_be_marked(act: Callable[..., Tensor]) -> None:
+    eager, ours = pair(Model(act))
+    for marked in (1, 2, 0, 3, 0):
+        assert_step_as_eager(eager, ours, batch(4, 8, marked))
+
+
+def test_a_count_that_is_wrong_is_an_error_and_the_next_batch_trains() -> None:
+    eager, ours = pair(Model(filled))
+    assert_step_as_eager(eager, ours, batch(2, 8))
+    for marked in (1, 3):
+        with pytest.raises(ValueError, match="tokens for 4 parts"):
+            ours(batch(2, 8, marked))
+    assert_step_as_eager(eager, ours, batch(2, 8))
+
+
+def test_evaluation_finds_a_wrong_count_as_well() -> None:
+    ours = ort_accel.accelerate(Model(filled).eval(), {"engine": {"compile_evaluation": True}})
+    with torch.no_grad():
+        assert ours(batch(2, 8)).isfinite()
+        with pytest.raises(ValueError, match="6 tokens for 4 parts"):
+            ours(batch(2, 8, 3))
