@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import ort_accel
 from benchmarks.sweep_ways import WAYS, Way, difference, rough_difference
@@ -214,10 +215,12 @@ def _batch(task: Task, model: nn.Module, rows: int, length: int) -> Batch:
 
 def _converted(batch: Batch, model: nn.Module) -> Batch:
     dtype = next(model.parameters()).dtype
-    return {
-        name: item.to(dtype) if isinstance(item, torch.Tensor) and item.is_floating_point() else item
-        for name, item in batch.items()
-    }
+
+    def convert(item: Any) -> Any:
+        return item.to(dtype) if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+
+    converted: Batch = pytree.tree_map(convert, batch)
+    return converted
 
 
 def _compare(model: nn.Module, task: Task, way: Way, outcome: Outcome, config: Any) -> None:

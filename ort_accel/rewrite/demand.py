@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ort_accel.lowering.nodes import is_part, is_view, op_name, returned, user_line, writes
+from ort_accel.lowering.nodes import CHECKS, is_part, is_view, op_name, returned, user_line, writes
 from ort_accel.lowering.sizes import expression
 from ort_accel.rewrite.gradients import has_gradient
 from ort_accel.rewrite.in_place import written
@@ -168,6 +168,8 @@ def _shape(node: fx.Node) -> tuple[Any, ...]:
 
 def is_lasting(node: fx.Node) -> bool:
     """Whether a node has an effect beyond its result, other than drawing random numbers."""
+    if node.target in CHECKS:
+        return True
     return not is_part(node) and writes(node) and getattr(node.target, "__module__", "") not in {"_operator", "math"}
 
 

@@ -371,9 +371,9 @@ class _Writer:
         return None if one is None or found is None else self._call(aten.logical_and.default, one, found)
 
     def finish(self, labels: Sequence[fx.Node], masks: Sequence[fx.Node | None]) -> fx.GraphModule:
-        """The module that gives labels and masks."""
+        """The module that gives labels and masks. What a model checks of them, the graph checks that it is made for."""
         self._graph.output([*(self._copies.get(node) for node in labels), *masks])
-        self._graph.eliminate_dead_code()
+        self._graph.eliminate_dead_code(lambda node: node.op in {"placeholder", "output"})
         return fx.GraphModule(self._owner, self._graph)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import ort_accel
+from ort_accel.reporting import State
 from tests.against_eager import assert_step_as_eager, compilations, pair, report
 
 IMAGE = 3
@@ -105,3 +106,25 @@ def test_other_compilers_keep_their_ways() -> None:
 
     torch.compile(Pictures(), backend=backend)(*batch(2, 8))
     assert len(graphs) > 1
+
+
+def test_a_check_holds_where_rows_are_left_out_as_well() -> None:
+    class Tagger(Pictures):
+        def forward(self, ids: Tensor, parts: Tensor, labels: Tensor | None = None) -> Tensor:
+            hidden, parts = self.embedding(ids), self.inner(parts)
+            mask = ids == IMAGE
+            check(mask.sum() * hidden.shape[-1] == parts.numel(), f"{mask.sum()} tokens for {parts.shape[0]} parts")
+            hidden = hidden.masked_scatter(mask.unsqueeze(-1).expand_as(hidden), parts)
+            return nn.functional.cross_entropy(self.outer(hidden).transpose(1, 2), labels)
+
+    eager, ours = pair(Tagger())
+    for rows, length, marked in [(2, 8, 2), (3, 9, 2), (3, 9, 3), (2, 12, 2)]:
+        labels = torch.randint(0, 4, (rows, length)).masked_fill(torch.rand(rows, length) < 0.7, -100)
+        labels[0, 0] = 1
+        inputs = *batch(rows, length, marked), labels
+        if marked == 2:
+            assert_step_as_eager(eager, ours, *inputs)
+        else:
+            with pytest.raises(ValueError, match="9 tokens for 6 parts"):
+                ours(*inputs)
+    assert report(ours).features["density.labels"].state is State.APPLIED
