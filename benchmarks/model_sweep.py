@@ -34,8 +34,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import ort_accel
+from benchmarks.sweep_tasks import TASKS, Batch, Task
 from benchmarks.sweep_ways import WAYS, Way, difference, rough_difference
-from benchmarks.tiny_models import OTHERWISE, TASKS, Batch, Task, tiny
+from benchmarks.tiny_models import OTHERWISE, tiny
 from ort_accel.reporting import Reason, Report, Runner
 from ort_accel.runtime.flavor import installed_runtime
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from benchmarks.tiny_models import Batch
+from benchmarks.sweep_tasks import Batch
 
 RTOL, ATOL = 1e-3, 1e-5
 NOISE, OF_IT, OF_ALL = 2.0, 2.0**-4, 2.0**-10

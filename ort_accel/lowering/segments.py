@@ -103,7 +103,7 @@ def cut(graph: fx.Graph, assignment: Assignment) -> list[Cut]:
     behind = _behind(todo)
     done: set[fx.Node] = set()
     cuts: list[Cut] = []
-    runner = Runner.PYTORCH
+    runner, idle = Runner.PYTORCH, 0
     while todo:
         taken: list[fx.Node] = []
         left: list[fx.Node] = []
@@ -116,6 +116,8 @@ def cut(graph: fx.Graph, assignment: Assignment) -> list[Cut]:
                 left.append(node)
         if taken:
             cuts.append(Cut(runner, taken))
+        idle = 0 if taken else idle + 1
+        assert idle < len(Runner), f"waits for what nothing gives: {todo[0].format_node()}"
         todo = left
         runner = Runner.ORT if runner is Runner.PYTORCH else Runner.PYTORCH
     return cuts

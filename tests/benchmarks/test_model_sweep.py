@@ -8,8 +8,9 @@ from torch import nn
 
 from benchmarks import model_sweep
 from benchmarks.model_sweep import Verdict, check
+from benchmarks.sweep_tasks import TASKS
 from benchmarks.sweep_ways import WAYS, rough_difference
-from benchmarks.tiny_models import MOST_PARAMETERS, TASKS, tiny
+from benchmarks.tiny_models import MOST_PARAMETERS, tiny
 
 SAMPLE = [
     ("causal", "llama", "LlamaForCausalLM"),

@@ -2,6 +2,7 @@
 
 import operator
 
+import pytest
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -51,6 +52,14 @@ def test_every_node_is_run_exactly_once():
     cuts = cut(graph, assign(graph, only(aten.cos.default)))
     ran = [node for item in cuts for node in item.nodes]
     assert sorted(map(str, ran)) == sorted(str(node) for node in graph.nodes if node.op == "call_function")
+
+
+def test_what_waits_for_a_node_that_nobody_runs_is_an_error_and_no_endless_loop():
+    graph = graph_of(lambda x: x.sin().cos(), torch.ones(3))
+    assignment = assign(graph, only())
+    del assignment.runner[next(node for node in graph.nodes if node.target is aten.sin.default)]
+    with pytest.raises(AssertionError, match=r"waits for what nothing gives: .*cos"):
+        cut(graph, assignment)
 
 
 def test_views_belong_to_whoever_looks_through_them():
