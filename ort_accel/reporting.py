@@ -25,6 +25,7 @@ class Reason(StrEnum):
     UNSUPPORTED_OP = "unsupported operator"
     UNSUPPORTED_DTYPE = "unsupported dtype"
     DATA_DEPENDENT = "data-dependent shape"
+    CHECK = "checks what a tensor holds"
     RANDOM = "random"
     ATTENTION = "attention"
     SLOWER = "slower by measurement"
@@ -40,7 +41,18 @@ class Reason(StrEnum):
     @property
     def is_choice(self) -> bool:
         """Whether PyTorch runs it by design or because it is the better choice, not because ONNX Runtime cannot."""
-        return self in {Reason.RANDOM, Reason.ATTENTION, Reason.SLOWER, Reason.SMALL, Reason.WISH, Reason.ELSEWHERE}
+        return self in CHOICES
+
+
+CHOICES = {
+    Reason.CHECK,
+    Reason.RANDOM,
+    Reason.ATTENTION,
+    Reason.SLOWER,
+    Reason.SMALL,
+    Reason.WISH,
+    Reason.ELSEWHERE,
+}
 
 
 class Runner(StrEnum):

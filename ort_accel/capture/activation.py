@@ -19,7 +19,7 @@ from ort_accel.capture.dynamo import GraphBreaks, capturing, failed_at_once, for
 from ort_accel.capture.open_sizes import Foreseen, OpenSizes
 from ort_accel.capture.problem_type import settle_problem_type
 from ort_accel.capture.skipping import Mode
-from ort_accel.lowering.checks_of_numbers import CheckFailed
+from ort_accel.lowering.checks_of_numbers import is_failed_check
 from ort_accel.runtime.unread import UnreadTensor, read_all
 
 
@@ -67,19 +67,16 @@ class Compiled:
             mode = backend.skipping.mode
             with self._checks.skipped_where_known(leaves, mode) if self._checks else nullcontext():
                 failure: Exception | None = None
-                is_bad = False
                 try:
                     with self._timed():
                         result = self._compiled(mode)(*args, **kwargs)
-                except CheckFailed:
-                    is_bad = True
                 except Exception as error:
-                    if not failed_at_once(error):
+                    if not is_failed_check(error) and not failed_at_once(error):
                         raise
                     failure = error
-            if is_bad:
-                return self._plain(*args, **kwargs)
             if failure is not None:
+                if is_failed_check(failure):  # eager mode says in the model's own words what is wrong with the batch
+                    return self._plain(*args, **kwargs)
                 return self._in_python(failure, args, kwargs)
             if mode is None:  # the first batch has decided, and what was compiled is for that mode
                 first = self._calls.pop(None, None)

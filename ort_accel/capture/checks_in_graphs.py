@@ -2,7 +2,7 @@
 
 Models of pictures and text check that there are as many tokens for pictures as there are parts of pictures, through
 `torch._check_tensor_all`, and write both numbers into the text of the error. Dynamo divides a graph at the check, and
-compiles anew for each number that was written into a text. Both is changed for what the engine captures, and for
+compiles anew for each number that was written into a text. Both are changed for what the engine captures, and for
 nothing else. It uses what is private to torch; checked with torch 2.11 to 2.13.
 """
 
@@ -19,7 +19,7 @@ from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
-FAILED = "what the model checks does not hold"
+from ort_accel.lowering.checks_of_numbers import FAILED
 
 _CAPTURES: ContextVar[bool] = ContextVar("whether the engine is what has something captured", default=False)
 

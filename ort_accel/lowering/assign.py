@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ort_accel.lowering.host_operators import is_move
-from ort_accel.lowering.nodes import depends_on_data, fakes_in, is_random, is_watched, op_name, writes
+from ort_accel.lowering.nodes import CHECKS, depends_on_data, fakes_in, is_random, is_watched, op_name, writes
 from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, Operand, Slower, describe
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.lowering.sizes import expression
@@ -60,7 +60,7 @@ class Assigner:
         """Why PyTorch must run this node; None if ONNX Runtime can."""
         target = node.target
         if depends_on_data(node):
-            return Refusal(Reason.DATA_DEPENDENT)
+            return Refusal(Reason.CHECK if target in CHECKS else Reason.DATA_DEPENDENT)
         if not isinstance(target, torch._ops.OpOverload):
             return Refusal(Reason.UNSUPPORTED_OP, "not an ATen operator")
         if {str(target), str(target).rpartition(".")[0]} & self.unwanted or is_watched(node):

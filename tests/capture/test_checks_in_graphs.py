@@ -47,8 +47,12 @@ def breaks(model: nn.Module) -> list[str]:
     return [item.detail for item in report(model).fallbacks if item.op == "a graph break"]
 
 
-def test_a_check_divides_no_graph_and_its_text_fixes_no_size() -> None:
-    eager, ours = pair(Pictures())
+FRUGAL = [{"level": 1}, {"budget": "1GiB"}, {"early_gradient_release": True}]
+
+
+@pytest.mark.parametrize("memory", [{}, *FRUGAL], ids=str)
+def test_a_check_divides_no_graph_and_its_text_fixes_no_size(memory: dict[str, object]) -> None:
+    eager, ours = pair(Pictures(), {"memory": memory})
     compiled = []
     for rows, length in [(2, 8), (3, 9), (5, 12), (2, 7)]:
         assert_step_as_eager(eager, ours, *batch(rows, length))
