@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 import ort_accel
 from tests.against_eager import assert_step_as_eager, compilations, pair, report
+from tests.pictures import IMAGE, placed, tokens
 
-IMAGE = 3
+MOST = 10
+"""Marked tokens that `bounded` allows in a batch."""
 
 
 class Model(nn.Module):
@@ -48,25 +50,17 @@ def counted(model: Model, hidden: Tensor, ids: Tensor) -> Tensor:
 
 
 def filled(model: Model, hidden: Tensor, ids: Tensor) -> Tensor:
-    """As models of pictures and text do it, with the text of the error made before it is known to be needed."""
-    mask = ids == IMAGE
-    parts = model.inner(hidden[:, :2])
-    text = f"{mask.sum()} tokens for {parts.shape[0] * parts.shape[1]} parts"
-    check(mask.sum() * hidden.shape[-1] == parts.numel(), text)
-    return hidden.masked_scatter(mask.unsqueeze(-1).expand_as(hidden), parts)
+    return placed(hidden, ids, model.inner(hidden[:, :2]).flatten(0, 1))
 
 
-def check(condition: Tensor, text: str) -> None:
+def bounded(model: Model, hidden: Tensor, ids: Tensor) -> Tensor:
+    """A check of the number itself, not of a tensor."""
+    count = (ids == IMAGE).sum().item()
     if torch.compiler.is_compiling():
-        torch._check_tensor_all(condition)  # type: ignore[no-untyped-call]
-    elif not condition.item():
-        raise ValueError(text)
-
-
-def batch(rows: int, length: int, marked: int = 2) -> Tensor:
-    ids = torch.randint(IMAGE + 1, 20, (rows, length))
-    ids[:, :marked] = IMAGE
-    return ids
+        torch._check(count <= MOST)
+    elif count > MOST:
+        raise ValueError(f"{count} tokens for {MOST} parts")
+    return model.inner(hidden) * count
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +73,7 @@ def captured() -> Iterator[None]:
 SIZES = [(2, 8), (3, 9), (5, 12), (2, 7)]
 
 
-@pytest.mark.parametrize("act", [marked_rows, places, scaled, counted, filled])
+@pytest.mark.parametrize("act", [marked_rows, places, scaled, counted, filled, bounded])
 @pytest.mark.parametrize("config", [None, {"memory": {"level": 1}}], ids=["usual", "recomputing"])
 def test_it_trains_as_in_eager_mode_and_compiles_no_more_for_other_sizes(
     act: Callable[..., Tensor], config: object
@@ -87,7 +81,7 @@ def test_it_trains_as_in_eager_mode_and_compiles_no_more_for_other_sizes(
     eager, ours = pair(Model(act), config)
     compiled = []
     for rows, length in SIZES:
-        assert_step_as_eager(eager, ours, batch(rows, length))
+        assert_step_as_eager(eager, ours, tokens(rows, length))
         compiled.append(compilations(ours))
     assert compiled == [2, 4, 4, 4]
     assert "a graph break" not in {item.op for item in report(ours).fallbacks}
@@ -97,21 +91,31 @@ def test_it_trains_as_in_eager_mode_and_compiles_no_more_for_other_sizes(
 def test_nothing_may_be_marked(act: Callable[..., Tensor]) -> None:
     eager, ours = pair(Model(act))
     for marked in (1, 2, 0, 3, 0):
-        assert_step_as_eager(eager, ours, batch(4, 8, marked))
+        assert_step_as_eager(eager, ours, tokens(4, 8, marked))
 
 
-def test_a_count_that_is_wrong_is_an_error_and_the_next_batch_trains() -> None:
-    eager, ours = pair(Model(filled))
-    assert_step_as_eager(eager, ours, batch(2, 8))
-    for marked in (1, 3):
-        with pytest.raises(ValueError, match="tokens for 4 parts"):
-            ours(batch(2, 8, marked))
-    assert_step_as_eager(eager, ours, batch(2, 8))
+WRONG = [
+    (filled, 1, "2 tokens for 4 parts"),
+    (filled, 3, "6 tokens for 4 parts"),
+    (bounded, 6, "12 tokens for 10 parts"),
+]
 
 
-def test_evaluation_finds_a_wrong_count_as_well() -> None:
-    ours = ort_accel.accelerate(Model(filled).eval(), {"engine": {"compile_evaluation": True}})
+@pytest.mark.parametrize(("act", "marked", "message"), WRONG)
+def test_a_count_that_is_wrong_is_an_error_and_the_next_batch_trains(
+    act: Callable[..., Tensor], marked: int, message: str
+) -> None:
+    eager, ours = pair(Model(act))
+    assert_step_as_eager(eager, ours, tokens(2, 8))
+    with pytest.raises(ValueError, match=message):
+        ours(tokens(2, 8, marked))
+    assert_step_as_eager(eager, ours, tokens(2, 8))
+
+
+@pytest.mark.parametrize(("act", "marked", "message"), WRONG)
+def test_evaluation_finds_a_wrong_count_as_well(act: Callable[..., Tensor], marked: int, message: str) -> None:
+    ours = ort_accel.accelerate(Model(act).eval(), {"engine": {"compile_evaluation": True}})
     with torch.no_grad():
-        assert ours(batch(2, 8)).isfinite()
-        with pytest.raises(ValueError, match="6 tokens for 4 parts"):
-            ours(batch(2, 8, 3))
+        assert ours(tokens(2, 8)).isfinite()
+        with pytest.raises(ValueError, match=message):
+            ours(tokens(2, 8, marked))
