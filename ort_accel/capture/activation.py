@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from ort_accel.capture.backend import Backend
 from ort_accel.capture.checks import Checks
-from ort_accel.capture.dynamo import GraphBreaks, capturing, failed_at_once, forget, graph_breaks_in
+from ort_accel.capture.dynamo import GraphBreaks, capturing, forget, graph_breaks_in
+from ort_accel.capture.left_to_python import LeftToPython, NotCapturedError, line_of
 from ort_accel.capture.open_sizes import Foreseen, OpenSizes
 from ort_accel.capture.problem_type import settle_problem_type
 from ort_accel.capture.skipping import Mode
@@ -47,10 +48,10 @@ class Compiled:
         self._open_sizes = OpenSizes(backend.foreseen) if backend.config.engine.dynamic_shapes == "auto" else None
         self._breaks = GraphBreaks()
         self._checks = Checks(backend.report) if backend.config.engine.skip_checks else None
-        self._is_left_to_python = False
+        self._left = LeftToPython(backend.policy.not_compiled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self._is_left_to_python:
+        if torch.compiler.is_compiling():
             return self._plain(*args, **kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, UnreadTensor) for leaf in leaves):
@@ -63,21 +64,22 @@ class Compiled:
             self._open_sizes.mark([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         # On every call: a mode or a `requires_grad` that changes leads to a capture, too.
         backend = self._backend
-        with capturing(), graph_breaks_in(backend.report, self._breaks, backend.policy.check):
+        with capturing(), graph_breaks_in(backend.report, self._breaks, backend.policy.check), self._left.watched():
             mode = backend.skipping.mode
+            compiled = self._compiled(mode)
             with self._checks.skipped_where_known(leaves, mode) if self._checks else nullcontext():
                 failure: Exception | None = None
                 try:
                     with self._timed():
-                        result = self._compiled(mode)(*args, **kwargs)
+                        result = compiled(*args, **kwargs)
                 except Exception as error:
-                    if not is_failed_check(error) and not failed_at_once(error):
+                    if not isinstance(error, NotCapturedError) and not is_failed_check(error):
                         raise
                     failure = error
-            if failure is not None:
-                if is_failed_check(failure):  # eager mode says in the model's own words what is wrong with the batch
-                    return self._plain(*args, **kwargs)
+            if isinstance(failure, NotCapturedError):
                 return self._in_python(failure, args, kwargs)
+            if failure is not None:  # eager mode says in the model's own words what is wrong with the batch
+                return self._plain(*args, **kwargs)
             if mode is None:  # the first batch has decided, and what was compiled is for that mode
                 first = self._calls.pop(None, None)
                 if first is not None:  # else another thread was here before
@@ -93,18 +95,20 @@ class Compiled:
         if counters["compilations"] > before:
             self._backend.evaluation.compiled_a_step(time.perf_counter() - begin)
 
-    def _in_python(self, error: Exception, args: Any, kwargs: Any) -> Any:
-        """Make a call, and all later ones, as eager mode does. If it raises an error, that says more than Dynamo's."""
+    def _in_python(self, failure: NotCapturedError, args: Any, kwargs: Any) -> Any:
+        """Make a call as eager mode does; later ones are captured in parts. If it raises an error, that says more than
+        Dynamo's."""
         result = self._plain(*args, **kwargs)
-        self._backend.skipping.refused(error)
-        self._backend.policy.not_compiled(f"a call of {self._name}", error)
-        self._is_left_to_python = True
+        self._backend.skipping.refused(failure.fault)
+        self._backend.policy.not_compiled(f"a call of {self._name}", failure.fault, line_of(failure.fault))
+        self._left.leave(failure.code)
         return result
 
     def _compiled(self, mode: Mode | None) -> Callable[..., Any]:
         """What runs in a mode; what was compiled for another one is kept."""
         if mode not in self._calls:
             entry = own_entry(self._plain, self._name)
+            self._left.begins_at(entry.__code__)
             finalize(entry, forget, entry.__code__, ref(self._backend)).atexit = False
             self._calls[mode] = torch.compile(entry, backend=self._backend, dynamic=_dynamic(self._backend))
         return self._calls[mode]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,10 +12,9 @@ from weakref import ref
 
 import torch
 from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo import convert_frame, eval_frame, utils
+from torch._dynamo import eval_frame, utils
 from torch._dynamo.exc import (
     BackendCompilerFailed,
-    InternalTorchDynamoError,
     TorchDynamoException,
     exceptions_allowed_to_be_fallback,
 )
@@ -30,6 +28,9 @@ from ort_accel.reporting import Reason, Report
 COMPILATIONS = 64
 """How many compilations of one piece of code Dynamo may make. Its own limit of 8 is met by ordinary training: with and
 without gradients, training and evaluation, each for fixed and for open sizes."""
+
+LONG = 400
+"""So many characters of an explanation are enough: some hold whole tensors and lists."""
 
 OF_ALL_MODELS = 1 << 16
 """The same for all models of a process together: a search over models makes many."""
@@ -74,19 +75,6 @@ def capturing() -> Iterator[None]:
             if isinstance(error.inner_exception, OrtAccelError):
                 raise error.inner_exception from None
             raise
-
-
-def failed_at_once(error: Exception) -> bool:
-    """Whether Dynamo could not capture a call, by a fault of its own, and before any of the call had run.
-
-    What is wrong with a batch, and what a backend raises, comes in errors of other types.
-    """
-    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if convert_frame.__name__ not in names:
-        return False
-    has_run = set(names[1 : names.index(convert_frame.__name__)]) - {eval_frame.__name__}
-    is_own = isinstance(error, AssertionError) and names[-1].startswith("torch._dynamo.")
-    return not has_run and (is_own or isinstance(error, InternalTorchDynamoError))
 
 
 @contextmanager
@@ -138,9 +126,16 @@ def graph_breaks_in(report: Report, breaks: GraphBreaks, check: Callable[[str], 
         check("capture")
 
 
+def said_by(error: Exception) -> str:
+    """The type of an error, and what it says in short."""
+    return f"{type(error).__name__}: {_short(str(error))}"
+
+
 def _short(message: str) -> str:
     """Dynamo's message without its hints: what it met, and the explanation."""
-    lines = [line.strip() for line in message.splitlines()]
+    lines = [line.strip() for line in message.splitlines()] or [""]
     said = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
     code = [line.partition("code: ")[2] for line in lines if "code: " in line]
-    return ": ".join([lines[0], *said[:1], *code[-1:]])
+    return ": ".join(
+        [lines[0], *(text if len(text) <= LONG else f"{text[:LONG]} ..." for text in (*said[:1], *code[-1:]))]
+    )

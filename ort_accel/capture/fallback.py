@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from ort_accel.capture.dynamo import said_by
 from ort_accel.config import Config
-from ort_accel.errors import OrtAccelError, first_line, in_a_line
+from ort_accel.errors import OrtAccelError, first_line
 from ort_accel.reporting import Fallback, Reason, Report
 
 LOG = logging.getLogger("ort_accel")
@@ -33,10 +34,10 @@ class FallbackPolicy:
             )
         self._say([item for item in found if (item.op, item.reason) not in self._said])
 
-    def not_compiled(self, what: str, error: Exception) -> None:
-        """Note that a fault in a compiler leaves a graph, or a call, to PyTorch."""
+    def not_compiled(self, what: str, error: Exception, where: str = "") -> None:
+        """Note that a fault in a compiler leaves a graph, a call, or code to PyTorch."""
         LOG.debug("%s is left to PyTorch", what, exc_info=error)
-        self._report.fallback(what, Reason.NOT_COMPILED, in_a_line(error))
+        self._report.fallback(what, Reason.NOT_COMPILED, said_by(error), where=where)
         self.check(what)
 
     def failed(self, error: Exception) -> bool:

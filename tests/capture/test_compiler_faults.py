@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import InternalTorchDynamoError
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
 import ort_accel
@@ -81,9 +80,10 @@ def test_a_model_that_dynamo_fails_on_trains_as_in_eager_mode(dynamo_fails: Call
     dynamo_fails("")
     for seed in range(3):
         assert_same(*(step(model, **batch(4, 10, seed=seed), seed=seed) for model in (ours, eager)))
-    (found,) = not_compiled(ours)
+    found, *parts = not_compiled(ours)
     assert (found.op, found.count) == ("a call of Model", 1), "it is not tried again in every step"
     assert "KeyError: lost a variable" in found.detail
+    assert all(part.count == 1 for part in parts), "nor are the parts of it"
     for name in ("density.padding", "density.labels"):
         feature = report(ours).features[name]
         assert (feature.state, "lost a variable" in feature.reason) == (State.REFUSED, True)
@@ -114,12 +114,71 @@ def test_a_batch_that_eager_mode_refuses_is_no_fault_of_dynamo(dynamo_fails: Cal
     assert not not_compiled(ours)
 
 
-def test_a_call_that_has_begun_is_not_made_again(dynamo_fails: Callable[[str | None], None]) -> None:
-    ours = ort_accel.accelerate(Counting(breaks=True), QUIET)
+def test_a_call_that_has_begun_goes_on_in_python(dynamo_fails: Callable[[str | None], None]) -> None:
+    eager, ours = pair(Counting(breaks=True), QUIET)
     dynamo_fails("resume")
-    with pytest.raises(InternalTorchDynamoError, match="lost a variable"):
+    for seed in range(3):
+        x = torch.randn(3, 6)
+        assert_same(*(step(model, x, seed=seed) for model in (ours, eager)))
+    assert ours.runs == eager.runs == 3
+    (found,) = not_compiled(ours)
+    assert (found.op.startswith("code of Counting.torch_dynamo_resume_in_forward"), found.count) == (True, 1)
+    assert "KeyError: lost a variable" in found.detail
+    assert compilations(ours) == 2, "what stands before the break"
+
+
+def test_code_behind_a_break_that_fails_is_an_error_where_nothing_may_fall_back(
+    dynamo_fails: Callable[[str | None], None],
+) -> None:
+    ours = ort_accel.accelerate(Counting(breaks=True), STRICT)
+    dynamo_fails("resume")
+    with pytest.raises(FallbackError, match=r"code of .*failed to compile, .*lost a variable"):
         ours(torch.randn(3, 6))
-    assert ours.runs == 1
+
+
+def test_a_batch_that_fails_behind_a_break_leaves_nothing_to_python() -> None:
+    class Scaled(Counting):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            return super().forward(x) * (1 if scale is None else scale)
+
+    eager, ours = pair(Scaled(breaks=True), QUIET)
+    x, scale = torch.randn(3, 6), torch.randn(6)
+    with pytest.raises(RuntimeError, match=r"The size of tensor a .* must match") as caught:
+        ours(x, torch.randn(5))
+    assert type(caught.value) is RuntimeError, "eager mode's own error"
+    for seed in range(2):
+        assert_same(*(step(model, x, scale, seed=seed) for model in (ours, eager)))
+    assert not not_compiled(ours)
+
+
+def test_only_what_dynamo_fails_on_is_left_to_python(dynamo_fails: Callable[[str | None], None]) -> None:
+    """Each call below is captured by itself."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Counting()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x + picked(x)).square()
+
+    def picked(x: Tensor) -> Tensor:
+        chosen = torch.zeros_like(x)
+        chosen[[x.argmax() // 6], [x.argmax() % 6]] = 1  # numbers from tensors in lists
+        return chosen
+
+    eager, ours = pair(Outer(), QUIET)
+    for seed in range(4):
+        x = torch.randn(3, 6)
+        assert_same(*(step(model, x, seed=seed) for model in (ours, eager)))
+    assert report(ours).segments, "the layers inside run on the engine"
+    outer, innermost = not_compiled(ours)
+    assert outer.op == "a call of Outer"
+    assert innermost.op.endswith("<locals>.picked")
+    assert "setitem" in innermost.detail
+    assert "chosen[[x.argmax()" in innermost.where
+    assert outer.where == innermost.where
+    assert "a graph break" not in {item.op for item in report(ours).fallbacks}
 
 
 @pytest.fixture
