@@ -1,7 +1,9 @@
 """Random numbers are eager's: the same seed draws the same masks, and leaves the generator in the same state."""
 
+import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -147,3 +149,33 @@ def test_draws_of_several_kinds_keep_their_order():
 
     ours = assert_drawn_as_eager(function, torch.randn(6, 8))
     assert {item.reason for item in report(ours).fallbacks if "rand" in item.op} == {Reason.RANDOM}
+
+
+@pytest.mark.parametrize(
+    ("library", "draw"),
+    [
+        (np.random, lambda x: torch.from_numpy(np.random.rand(*x.shape) < 0.5)),
+        (np.random, lambda x: x > float(np.random.normal())),
+        (np.random, lambda x: torch.ones_like(x) if np.random.random() < 0.5 else x.sign()),
+        (random, lambda x: x > random.random()),
+        (random, lambda x: torch.ones_like(x) if random.random() < 0.5 else x.sign()),
+    ],
+    ids=[
+        "an array of numpy's",
+        "a number of numpy's",
+        "a choice by numpy",
+        "a number of Python's",
+        "a choice by Python",
+    ],
+)
+def test_what_numpy_and_python_draw_is_theirs(library, draw):
+    eager, ours = pair(Function(lambda x: functional.dropout(x * draw(x), 0.4)))
+    for seed in range(4):
+        results = []
+        for model in (eager, ours):
+            torch.manual_seed(seed)
+            library.seed(seed)
+            results.append((model(torch.linspace(-1, 1, 30).view(6, 5)), library.random()))
+        (expected, after), (got, ours_after) = results
+        torch.testing.assert_close(got, expected)
+        assert ours_after == after
