@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from inspect import signature
 from typing import Any
 
 import torch
@@ -18,8 +19,12 @@ from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from ort_accel.lowering.checks_of_numbers import FAILED
+
+CHECKS = (torch._check_tensor_all, torch._check_tensor_all_with)
+"""How models check what a tensor holds."""
 
 _CAPTURES: ContextVar[bool] = ContextVar("whether the engine is what has something captured", default=False)
 
@@ -49,17 +54,20 @@ def _change_texts() -> None:
 
 
 def _change_checks() -> None:
-    """Take what `torch._check_tensor_all` asks for as given, and let the graph see to it when it runs."""
-    usual = TensorVariable.method_item
+    """Take what is checked of a tensor as given, and let the graph see to it when it runs."""
+    usual = TorchInGraphFunctionVariable.call_function
 
-    def item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        tensor = self.as_proxy()
-        if not _CAPTURES.get() or tensor.node.target != "_is_all_true":
-            return usual(self, tx, *args, **kwargs)
-        tx.output.create_proxy("call_function", torch._assert_async, (tensor, FAILED), {})
-        return ConstantVariable.create(True)
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if not _CAPTURES.get() or self.value not in CHECKS:
+            return usual(self, tx, args, kwargs)
+        condition = signature(self.value).bind(*args, **kwargs).arguments["cond"]
+        if not isinstance(condition, TensorVariable):
+            return usual(self, tx, args, kwargs)
+        holds = condition.call_method(tx, "_is_all_true", [], {})
+        tx.output.create_proxy("call_function", torch._assert_async, (holds.as_proxy(), FAILED), {})
+        return ConstantVariable.create(None)
 
-    TensorVariable.method_item = item  # type: ignore[method-assign]
+    TorchInGraphFunctionVariable.call_function = call_function  # type: ignore[method-assign]
 
 
 _change_texts()

@@ -61,7 +61,7 @@ def capturing() -> Iterator[None]:
             optimize_ddp=False,  # or a model is cut into a graph for each of the buckets that gradients are sent in
             skip_tensor_guards_with_matching_dict_tags=False,  # or torch 2.11 overlooks a parameter that thaws
             ignore_logging_functions=_NotLogged(torch._dynamo.config.ignore_logging_functions | once),
-            use_numpy_random_stream=True,  # or numbers that a model has numpy draw come from PyTorch's generator instead
+            use_numpy_random_stream=True,  # or what a model has numpy draw comes from PyTorch's generator
             error_on_nested_fx_trace=False,  # or a call fails while another thread compiles; it runs in PyTorch instead
         ),
         # Equal sizes are not taken for the same size, or batch 8 x length 8 would compile code for squares.

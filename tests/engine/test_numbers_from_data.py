@@ -10,7 +10,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 import ort_accel
-from tests.against_eager import assert_step_as_eager, compilations, pair, report
+from tests.against_eager import assert_step_as_eager, assert_two_graphs_each_way, compilations, pair, report
 from tests.pictures import IMAGE, placed, tokens
 
 MOST = 10
@@ -83,7 +83,7 @@ def test_it_trains_as_in_eager_mode_and_compiles_no_more_for_other_sizes(
     for rows, length in SIZES:
         assert_step_as_eager(eager, ours, tokens(rows, length))
         compiled.append(compilations(ours))
-    assert compiled == [2, 4, 4, 4]
+    assert_two_graphs_each_way(compiled)
     assert "a graph break" not in {item.op for item in report(ours).fallbacks}
 
 
