@@ -147,6 +147,11 @@ class Backend:
         """Whether the next graph leaves out what nobody is known to read beside a loss."""
         return self.skipping.loss_only and not self._is_broken and torch.is_grad_enabled()
 
+    @property
+    def _learns_of_reading(self) -> bool:
+        """Whether what is read after all is computed from the next step on, or is an error."""
+        return self._sees_steps or self.config.compute.loss_only is True
+
     def _for_rows(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graph for the rows that count, or the whole one where there is no gain; neither makes what is unread."""
         policy, tracer, unread = self.skipping, Tracer(inputs), Unread()
@@ -154,7 +159,7 @@ class Backend:
         try:
             traced = _traced(module, tracer)
             if self._leaves_unread:
-                unread = Unread(traced, unread_outputs(traced, inputs))
+                unread = Unread(traced, unread_outputs(traced, inputs, beside_sums=self._learns_of_reading))
             found = self._smaller(module, inputs, tracer, propose(traced, inputs, policy.wishes, unread.positions))
         except OrtAccelError:
             raise
@@ -164,7 +169,7 @@ class Backend:
             run = self._compile(found.smaller, [*inputs, *found.tables])
             return Skipping(found.proposal, policy, self._with(unread, run, module), module, tracer.conditions())
         tracer.conditions()
-        if not self._sees_steps and self.config.compute.loss_only is not True:
+        if not self._learns_of_reading:
             unread = Unread()
         with unread.left_out_of(module):
             run = self._compile(module, inputs)

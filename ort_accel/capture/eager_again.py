@@ -40,8 +40,8 @@ class EagerAgain:
         if self._results is None:
             if self._versions != _versions(self._inputs):
                 raise OrtAccelError(
-                    "the logits of an earlier step are read, but its weights or inputs have changed since then; "
-                    "read them before the optimizer's step, or set compute.loss_only to false"
+                    "logits or hidden states of an earlier step are read, but its weights or inputs have changed "
+                    "since; read them before the optimizer's step, or set compute.loss_only to false"
                 )
             self._told()
             enabled, dtype = self._autocast

@@ -31,6 +31,8 @@ MEMORY = 0.9
 """How much of the moving figure stays from batch to batch: about the last ten batches count."""
 
 
+PER_TOKEN = "the model's outputs for each token (logits, hidden states)"
+
 DWELL = 8
 """After so many batches it is decided anew, so that single batches do not lead to compiling."""
 
@@ -132,13 +134,12 @@ class SkippingPolicy:
         """The script reads what was not computed: from now on it is."""
         if self.config.compute.loss_only is True:
             raise OrtAccelError(
-                "compute.loss_only is true, and the script reads the model's logits in training; "
-                "set it to auto or false"
+                f"compute.loss_only is true, and the script reads {PER_TOKEN} in training; set it to auto or false"
             )
         if self.loss_only:
-            LOG.info("the script reads the model's logits in training: they are computed from the next step on")
+            LOG.info("the script reads %s in training: from the next step on they are computed", PER_TOKEN)
         self.loss_only, self._was_read = False, True
-        self.report.refused("compute.loss_only", "the script reads the logits in training")
+        self.report.refused("compute.loss_only", f"the script reads {PER_TOKEN} in training")
 
     def refused(self, error: Exception) -> None:
         """A graph is left whole, and that is an error where training was to leave rows out."""
@@ -162,12 +163,12 @@ class SkippingPolicy:
 
     def leaves_unread(self) -> None:
         """Outputs are not computed unless they are read."""
-        self.report.applied("compute.loss_only", "logits are computed only if the script reads them")
+        self.report.applied("compute.loss_only", f"{PER_TOKEN} are computed only if the script reads them")
 
     def leaves_nothing(self, may_read: bool) -> None:
         """A graph of a step gives nothing that could be left out; `may_read` if Python goes on with what it gives."""
         if self.loss_only and self.report.features["compute.loss_only"].reason == UNSEEN:
-            why = "Python runs between graphs, and may read the logits"
+            why = f"Python runs between graphs, and may read {PER_TOKEN}"
             self.report.off(
                 "compute.loss_only", why if may_read else "nothing that a step gives has a place for each token"
             )

@@ -63,8 +63,9 @@ class Proposal:
         return packing.write(arguments[:inputs], arguments[inputs:])
 
 
-def unread_outputs(traced: fx.GraphModule, inputs: Sequence[Any]) -> frozenset[int]:
-    """What a training step gives for each token beside its loss, as positions among the outputs of its graph.
+def unread_outputs(traced: fx.GraphModule, inputs: Sequence[Any], beside_sums: bool) -> frozenset[int]:
+    """What a training step gives for each token beside its loss, as positions among the outputs of its graph; and
+    where there is no loss, if `beside_sums`, what it gives beside sums of them, such as the embedding of a sentence.
 
     None where the graph changes its inputs: if one of these is read after all, the graph runs once more. And none that
     random numbers are drawn for, since later draws would be others.
@@ -72,7 +73,7 @@ def unread_outputs(traced: fx.GraphModule, inputs: Sequence[Any]) -> frozenset[i
     if writes_into_inputs(traced.graph):
         return frozenset()
     mark_gradients(traced.graph, inputs)
-    return _per_token(traced.graph)
+    return _per_token(traced.graph, beside_sums)
 
 
 def propose(traced: fx.GraphModule, inputs: Sequence[Any], wishes: Wishes, unread: frozenset[int]) -> Proposal:
@@ -101,12 +102,14 @@ def _work(plan: Plan) -> dict[int, float]:
     return dict(work)
 
 
-def _per_token(graph: fx.Graph) -> frozenset[int]:
-    """Outputs with a place for each token, of a graph that also returns a loss to be differentiated."""
+def _per_token(graph: fx.Graph, beside_sums: bool) -> frozenset[int]:
+    """Outputs with a place for each token that are not needed for those to be differentiated."""
     outputs = dict(enumerate(returned(graph)))
-    if not any(_rank(item) == 0 and has_gradient(item) for item in outputs.values()):
-        return frozenset()
     found = {at: item for at, item in outputs.items() if _rank(item) > 2 and not _shows_an_input(item)}
+    if not any(_rank(item) == 0 and has_gradient(item) for item in outputs.values()):
+        sums = [item for item in outputs.values() if _rank(item) in (1, 2) and has_gradient(item)]
+        summed = _behind(sums) if beside_sums else set()
+        found = {at: item for at, item in found.items() if item in summed}
     needed = _behind(item for at, item in outputs.items() if at not in found)
     return frozenset(at for at, item in found.items() if not any(map(is_random, _behind([item]) - needed)))
 

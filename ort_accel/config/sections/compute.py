@@ -69,8 +69,9 @@ class Compute(Section):
     train long. It is an error for a model on the CPU."""
 
     loss_only: Switch = "auto"
-    """In training, compute the loss without keeping the logits when nobody reads them. `auto` finds out; `true`
-    refuses a training set-up that reads them, `false` always makes them."""
+    """In training, compute the loss without keeping the logits when nobody reads them; and where the loss is outside
+    of the model, the embedding of a sentence without those of its tokens. `auto` finds out; `true` refuses a training
+    set-up that reads them, `false` always makes them."""
 
     loss_in_graph: Switch = "auto"
     """In training, compile a loss that a Trainer computes from the model's outputs (label smoothing,
