@@ -8,9 +8,6 @@ nothing else. It uses what is private to torch; checked with torch 2.11 to 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from inspect import signature
 from typing import Any
 
@@ -21,22 +18,11 @@ from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+from ort_accel.capture.by_engine import is_by_engine
 from ort_accel.lowering.checks_of_numbers import FAILED
 
 CHECKS = (torch._check_tensor_all, torch._check_tensor_all_with)
 """How models check what a tensor holds."""
-
-_CAPTURES: ContextVar[bool] = ContextVar("whether the engine is what has something captured", default=False)
-
-
-@contextmanager
-def checks_in_graphs() -> Iterator[None]:
-    """While this is entered, what is captured keeps its checks."""
-    before = _CAPTURES.set(True)
-    try:
-        yield
-    finally:
-        _CAPTURES.reset(before)
 
 
 def _change_texts() -> None:
@@ -44,7 +30,7 @@ def _change_texts() -> None:
     usual = InstructionTranslatorBase._format_value
 
     def format_value(self: Any, form: Any, flags: int) -> None:
-        if _CAPTURES.get() and isinstance(self.stack[-1], SymNodeVariable):
+        if is_by_engine() and isinstance(self.stack[-1], SymNodeVariable):
             text = "{:" + form.as_python_constant() + "}"
             self.push(StringFormatVariable.create(text, [self.pop()], {}))
         else:
@@ -58,7 +44,7 @@ def _change_checks() -> None:
     usual = TorchInGraphFunctionVariable.call_function
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if not _CAPTURES.get() or self.value not in CHECKS:
+        if not is_by_engine() or self.value not in CHECKS:
             return usual(self, tx, args, kwargs)
         condition = signature(self.value).bind(*args, **kwargs).arguments["cond"]
         if not isinstance(condition, TensorVariable):

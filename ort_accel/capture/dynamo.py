@@ -21,7 +21,8 @@ from torch._dynamo.exc import (
 from torch._functorch import config as functorch_settings
 from torch.fx.experimental import _config as shape_settings
 
-from ort_accel.capture.checks_in_graphs import checks_in_graphs
+from ort_accel.capture import checks_in_graphs, written_functions  # noqa: F401  they change Dynamo
+from ort_accel.capture.by_engine import by_engine
 from ort_accel.errors import OrtAccelError
 from ort_accel.reporting import Reason, Report
 
@@ -68,7 +69,7 @@ def capturing() -> Iterator[None]:
         shape_settings.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         # A backward that cannot be compiled is known in time to leave its forward to PyTorch, too.
         functorch_settings.patch(force_non_lazy_backward_lowering=True),
-        checks_in_graphs(),
+        by_engine(),
     ):
         try:
             yield

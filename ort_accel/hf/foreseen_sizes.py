@@ -5,15 +5,15 @@ Nothing is taken from the loader, and no sample is made twice: only lists and ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any, TypeGuard
 
 from torch.utils.data import DataLoader
 
 from ort_accel.capture.open_sizes import Foreseen
 
-NAMES = ("input_ids", "input_values", "labels")
-"""The parts of a sample that have a length of their own."""
+NAMES = ("input_values", "labels")
+"""The parts of a sample that have a length of their own, besides tokens (`input_ids`, TRL's `chosen_ids`)."""
 
 MOST_BATCHES, MOST_SAMPLES = 32, 1024
 """How much is looked at."""
@@ -60,13 +60,17 @@ def _columns(dataset: Any, count: int) -> list[list[int]]:
     """The lengths of the first samples, for each of the names that they have."""
     if isinstance(dataset, list | tuple):
         rows = [row for row in dataset[:count] if isinstance(row, Mapping)]
-        found = [[row.get(name) for row in rows] for name in NAMES]
+        found = [[row.get(name) for row in rows] for name in _with_lengths(rows[0] if rows else ())]
     elif hasattr(dataset, "column_names") and dataset.format["type"] != "custom":  # of the package `datasets`
-        names = [name for name in NAMES if name in dataset.column_names]
-        found = list(map(list, dataset.select_columns(names)[:count].values()))  # other columns may hold pictures
+        names = _with_lengths(dataset.column_names)  # other columns may hold pictures
+        found = list(map(list, dataset.select_columns(names)[:count].values())) if names else []
     else:
         return []
     return [[len(value) for value in column if _has_length(value)] for column in found if all(map(_has_length, column))]
+
+
+def _with_lengths(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name in NAMES or name.endswith("_ids")]
 
 
 def _has_length(value: Any) -> TypeGuard[Sized]:

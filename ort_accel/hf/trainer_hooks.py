@@ -92,9 +92,9 @@ def _logging(original: Callable[..., None], ours: _Finder) -> Callable[..., None
 
 
 def _training(original: Callable[..., Any], ours: _Finder) -> Callable[..., Any]:
-    def step(self: Trainer, model: Any, inputs: Mapping[str, Any], *more: Any, **named: Any) -> Any:
+    def step(self: Trainer, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
         callback = ours(self)
-        if callback is not None:
+        if callback is not None and isinstance(inputs, Mapping):  # GRPO's are rows of a data set, not yet a batch
             callback.see(self.model, inputs)
         return original(self, model, inputs, *more, **named)
 

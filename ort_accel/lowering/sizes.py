@@ -29,12 +29,21 @@ def known_equal(one: Size, other: Size) -> bool:
         return True
     if isinstance(first, int) or isinstance(second, int):
         return False
-    return _always_equal(first, second)
+    return _always_equal(first, second) or _are_guarded(one, other)
 
 
 def same_shape(one: Sequence[Size], other: Sequence[Size]) -> bool:
     """Whether two shapes are known to be the same."""
     return len(one) == len(other) and all(map(known_equal, one, other))
+
+
+def _are_guarded(one: Size, other: Size) -> bool:
+    """Whether a graph runs only where both sizes are the same: tokens and labels that were compared, say."""
+    if not isinstance(one, torch.SymInt) or not isinstance(other, torch.SymInt) or one.node.hint != other.node.hint:
+        return False
+    first, second = one.node.expr, other.node.expr
+    said = {sympy.Eq(first, second), sympy.Eq(second, first)}
+    return any(guard.expr in said for guard in one.node.shape_env.guards)
 
 
 @lru_cache(maxsize=4096)

@@ -204,7 +204,8 @@ class _Look:
             keep[atom.index] = True
             return self._filled(keep)
         if isinstance(atom, Marked):
-            return self._filled((self._told[atom.mark] != atom.hides).flatten(2).any(2).flatten())
+            shown = self._told[atom.mark] != atom.hides
+            return self._filled((shown.flatten(2).any(2) if shown.ndim > 2 else shown).flatten())
         if isinstance(atom, Listed):
             return self._filled(self._listed(atom))
         if isinstance(atom, Lifted):

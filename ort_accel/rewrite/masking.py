@@ -39,6 +39,6 @@ def _readings(node: fx.Node) -> list[tuple[Any, Any, bool]]:
 def _fits(node: fx.Node, given: fx.Node, mark: fx.Node) -> bool:
     """Whether both have all tokens, as [batch, length, ...]."""
     one, other = shape_of(given), shape_of(mark)
-    if one is None or other is None or not len(one) == len(other) >= 3:
+    if one is None or other is None or not len(one) == len(other) >= 2:
         return False
     return same_shape(one, value_of(node).shape) and same_shape(one[:2], other[:2])

@@ -156,6 +156,22 @@ def along_one_dimension(node: fx.Node, dims: Dims) -> Passage | None:
     return of_one(node, dims, lambda source, x: node.target(x, place, *more, **node.kwargs))
 
 
+@RULES.of(aten.gather)
+def gather(node: fx.Node, dims: Dims) -> Passage | None:
+    """Picks in each row, by an index for each row: the score of each token's label, say. There may be more rows to pick
+    from, behind those that are."""
+    given, wish, index = node.args[:3]
+    dim = int(wish) % rank_of(node)
+    if dim in dims or not is_full(given, value_of(node), dims[1:]) or 0 not in dims[:1]:
+        return None
+    place = packed_dim(dim, dims)
+
+    def make(source: Source) -> Tensor:
+        return torch.gather(source.packed(given), place, source.packed(index))
+
+    return Passage({given: dims, index: dims}, make)
+
+
 @RULES.of(aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, aten.logsumexp, aten.norm, aten.argmax)
 def reduction(node: fx.Node, dims: Dims) -> Passage | None:
     given: Any = node.args[0]

@@ -43,6 +43,18 @@ def test_a_last_batch_counts_where_it_is_smaller_and_reached():
     assert not foreseen_in(loader(rows(4, 4, 4, 4))).batch
 
 
+def test_tokens_of_any_name_tell_lengths():
+    samples = [{"prompt_ids": [5], "chosen_ids": [5] * length, "text": "a " * length} for length in (4, 5, 6, 7)]
+    for made in (samples, Table.from_list(samples), Table.from_list(samples).shuffle(seed=0)):
+        assert foreseen_in(loader(made)).lengths
+
+
+def test_a_table_that_says_nothing_of_lengths_is_not_read():
+    table = Table.from_list([{"text": "a " * length} for length in (4, 5, 6, 7)])
+    for made in (table, table.select([3, 1, 0]), table.shuffle(seed=0)):
+        assert not foreseen_in(loader(made)).lengths
+
+
 def test_samples_that_are_made_when_asked_for_are_not_asked_for():
     class Made(Dataset):
         def __len__(self):

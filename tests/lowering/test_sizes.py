@@ -65,6 +65,15 @@ def test_equality_is_claimed_only_where_it_always_holds():
     assert not known_equal(one, 6)
 
 
+def test_sizes_that_a_guard_makes_equal_are_equal():
+    batch, length, rows, others = open_tensor(6, 7, 3, 14).shape
+    first, second = batch * length, rows * others
+    assert not known_equal(first, second)
+    assert bool(first == second)  # adds the guard
+    assert known_equal(first, second)
+    assert not known_equal(batch, rows)
+
+
 def test_elements_are_counted_at_the_sizes_of_the_capture():
     assert hinted_elements(open_tensor(6, 7)) == 42
     assert hinted_elements(torch.zeros(3, 0)) == 0

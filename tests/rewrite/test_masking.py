@@ -70,3 +70,31 @@ def test_tokens_that_are_read_all_the_same_are_computed(pool: Pool) -> None:
 
 def test_without_the_wish_all_tokens_are_computed() -> None:
     assert rewritten(Pooled(mean), *padded(2, 5, 9), wishes=Wishes(padding=False)).reasons
+
+
+class Scored(Attention):
+    """Scores of the tokens that are labelled, and zero for the others, make a loss."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x: x, keys_of)
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        hidden, counts = super().forward(ids, mask)[:, :-1], labels[:, 1:] >= 0
+        targets = labels[:, 1:].clamp(min=0).flatten()
+        logarithms = hidden.flatten(0, 1).log_softmax(-1)
+        found = logarithms.gather(-1, targets[:, None]).squeeze(-1).view(counts.shape)
+        is_best = (logarithms.argmax(-1) == targets).view(counts.shape)
+        return found.masked_fill(~counts, 0).sum() + torch.where(counts, is_best, False).sum()
+
+
+def test_scores_of_tokens_that_a_mask_takes_out_are_not_computed() -> None:
+    module = Scored()
+    ours = Rewritten(module)
+    for seed, kept in enumerate([(3, 5, 9), (9, 3, 4), (3, 3, 8, 6)]):
+        ids, mask = padded(*kept)
+        torch.manual_seed(seed)
+        labels = torch.randint(0, 4, ids.shape).masked_fill(mask == 0, -1)
+        labels[:, 1] = -1
+        assert_as_eager(module, ours, ids, mask, labels)
+        assert (int((labels[:, 1:] >= 0).sum()), mask[:, 1:].numel()) in ours.kept()
+    assert ours.ran == {"some rows": 3}

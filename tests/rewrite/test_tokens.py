@@ -52,6 +52,11 @@ APART: dict[str, Layer] = {
     "one number for each place": lambda m, x: x + torch.arange(x.shape[1])[:, None] * 0.1,
     "one number for each place, wide": lambda m, x: x + torch.arange(x.shape[1] * WIDTH).view(1, -1, WIDTH) * 0.1,
     "a single number": lambda m, x: x / m.scale.norm().clamp(min=0.1).view(1, 1, 1),
+    "a place of the width for each row": lambda m, x: x + x.gather(-1, x.argmax(-1, keepdim=True)),
+    "places of the width for each row": lambda m, x: x + x.gather(2, (x > 0).long()),
+    "a place for each row, flattened": lambda m, x: (
+        x + (y := x.flatten(0, 1)).gather(1, y.argmax(1)[:, None]).view(*x.shape[:2], 1)
+    ),
     "places of the width": lambda m, x: x[..., [5, 4, 3, 2, -1, -6]],
     "where": lambda m, x: torch.where(x > 0, x, 0.1 * x),
     "masked fill": lambda m, x: x.masked_fill(x < 0, 0.5),

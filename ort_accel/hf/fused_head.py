@@ -1,0 +1,63 @@
+"""The head of TRL's language models, which scores tokens in pieces of the vocabulary, written as plain operators.
+
+TRL never makes all scores at once, and on a CPU it makes those of every token, padding and prompts among them, a
+second time for the backward. As operators in the model's graph they are made once, for the tokens that count.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ort_accel.capture.written_functions import Written, write_out
+
+KERNELS = "trl.kernels.chunked_logprob"
+MOST = 1 << 28
+"""So many scores (1 GiB) are made at once at most. Beyond that TRL's own function takes less memory."""
+
+Scores = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def write_out_heads() -> None:
+    """Capture TRL's head as operators, where TRL is in use."""
+    kernels = sys.modules.get(KERNELS)  # its import takes seconds, and whoever trains with it has done it
+    function = getattr(kernels, "ChunkedLogProbFunction", None)
+    if function is not None:
+        write_out(function, Written(_scores, _suits))
+
+
+def _suits(arguments: Sequence[Any]) -> bool:
+    hidden, weight = arguments[:2]
+    is_plain = type(hidden).__name__ == type(weight).__name__ and isinstance(hidden, Tensor)
+    return is_plain and hidden.device.type == "cpu" and bool(hidden.shape[0] * weight.shape[0] <= MOST)
+
+
+def _scores(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,  # noqa: ARG001
+    softcap: float | None = None,
+    scale: float = 1.0,
+    outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
+) -> Scores:
+    """For each row of `hidden` the logarithm of its target's probability, and what else `outputs` asks for."""
+    bias = None if bias is None else bias.to(hidden.dtype)
+    scores = F.linear(hidden, weight.to(hidden.dtype), bias).float() * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores / temperature
+    logarithms = scores.log_softmax(-1)
+    found = logarithms.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    entropy = -(logarithms.exp() * logarithms).sum(-1) if "entropy" in outputs else None
+    squares = (2 * logarithms.detach()).logsumexp(-1) if "log_sum_sq_probs" in outputs else None
+    mean = scores.detach().mean(-1) if "mean_logits" in outputs else None
+    is_best = scores.detach().argmax(-1) == targets if "is_top1" in outputs else None
+    return found, entropy, squares, mean, is_best

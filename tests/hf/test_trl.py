@@ -1,0 +1,138 @@
+"""TRL's trainers with the callback: as in eager mode, in whole graphs, and without what nobody trains on."""
+
+import random
+import sys
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import set_seed
+
+import ort_accel
+from ort_accel.hf import ORTAccelCallback
+from ort_accel.hf.fused_head import _scores, write_out_heads
+from ort_accel.reporting import State
+from tests.hf.tiny import arguments, llama, losses
+from tests.hf.words import tokenizer
+from tests.tiers import mostly_long
+
+trl = pytest.importorskip("trl")
+kernels = pytest.importorskip("trl.kernels.chunked_logprob")
+
+
+def sentence(least, most):
+    return " ".join(f"w{random.randint(3, 31)}" for _ in range(random.randint(least, most)))
+
+
+def rows(**columns):
+    random.seed(0)
+    return Dataset.from_list([{name: sentence(*lengths) for name, lengths in columns.items()} for _ in range(16)])
+
+
+def reward(completions, **_):
+    return [float(len(text) % 5) for text in completions]
+
+
+def sft(args, **common):
+    data = rows(prompt=(2, 5), completion=(2, 9))
+    return trl.SFTTrainer(args=args(trl.SFTConfig), train_dataset=data, **common)
+
+
+def dft(args, **common):
+    data = rows(prompt=(2, 5), completion=(2, 9))
+    return trl.SFTTrainer(args=args(trl.SFTConfig, loss_type="dft"), train_dataset=data, **common)
+
+
+def dpo(args, **common):
+    data = rows(prompt=(2, 5), chosen=(2, 9), rejected=(2, 9)).shuffle(seed=0)
+    common["model"].config._name_or_path = common["model"].name_or_path
+    return trl.DPOTrainer(args=args(trl.DPOConfig, precompute_ref_log_probs=False), train_dataset=data, **common)
+
+
+def grpo(args, **common):
+    how = {"num_generations": 2, "max_completion_length": 6}
+    data = rows(prompt=(2, 5))
+    return trl.GRPOTrainer(args=args(trl.GRPOConfig, **how), train_dataset=data, reward_funcs=reward, **common)
+
+
+def wide_llama():
+    """A model whose products are large enough to matter."""
+    return llama(hidden_size=128, intermediate_size=256, vocab_size=2000)
+
+
+@pytest.mark.parametrize("build", mostly_long([sft, dft, dpo, grpo], sft, dpo, grpo))
+def test_it_trains_as_in_eager_mode_in_whole_graphs(build, tmp_path):
+    set_seed(0)
+    wide_llama().save_pretrained(tmp_path / "model")  # DPO's reference is loaded from there
+
+    def run(*callbacks):
+        set_seed(0)
+        model = type(wide_llama()).from_pretrained(tmp_path / "model")
+
+        def args(kind, **more):
+            return arguments(tmp_path, kind, bf16=False, gradient_checkpointing=False, **more)
+
+        trainer = build(args, model=model, processing_class=tokenizer(), callbacks=list(callbacks))
+        trainer.train()
+        return trainer
+
+    eager, ours = run(), run(ORTAccelCallback({"engine": {"fallback": "report"}, "observe": {"log_level": "error"}}))
+    assert losses(ours) == pytest.approx(losses(eager), abs=1e-4)
+    report = ort_accel.report(ours.model)
+    assert not [item for item in report.fallbacks if item.op == "a graph break"]
+    assert report.features["density.padding"].state is State.APPLIED
+    assert report.counters["batches run on some rows"]
+    for name, tensor in eager.model.state_dict().items():
+        torch.testing.assert_close(ours.model.state_dict()[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def scored(function, dtype, outputs, softcap=None, scale=1.0, seed=0):
+    """The results of a head, and its gradients, from all results that have any."""
+    torch.manual_seed(seed)
+    given = [torch.randn(7, 8), torch.randn(30, 8), torch.randn(30)]
+    targets = torch.randint(0, 30, (7,))
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in given]
+    results = function(*leaves, targets, 0.7, 12, softcap, scale, outputs)
+    sum((item * torch.arange(1.0, 8)).sum() for item in results if item is not None and item.requires_grad).backward()
+    return results, [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize("more", [{}, {"softcap": 3.0, "scale": 0.5}], ids=["plain", "capped and scaled"])
+@pytest.mark.parametrize("outputs", [OUTPUTS, ()], ids=["all", "least"])
+def test_the_head_as_operators_gives_what_trls_function_gives(more, outputs):
+    functions = kernels.ChunkedLogProbFunction.apply, _scores
+    (theirs, expected), (ours, gradients) = (scored(each, torch.float32, outputs, **more) for each in functions)
+    for one, other in zip(theirs, ours, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+            assert other.requires_grad == one.requires_grad
+    for one, other in zip(expected, gradients, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+
+
+def test_in_bfloat16_the_head_is_as_near_to_single_precision_as_trls():
+    errors = torch.zeros(2, 5)
+    for seed in range(40):
+        (true, expected), *found = (
+            scored(function, dtype, OUTPUTS, seed=seed)
+            for function, dtype in (
+                (kernels.ChunkedLogProbFunction.apply, torch.float32),
+                (kernels.ChunkedLogProbFunction.apply, torch.bfloat16),
+                (_scores, torch.bfloat16),
+            )
+        )
+        for row, (results, gradients) in zip(errors, found, strict=True):
+            pairs = zip([*results[:2], *gradients], [*true[:2], *expected], strict=True)
+            row += torch.stack([(item.detach().float() - exact.detach()).square().sum() for item, exact in pairs])
+    theirs, ours = errors
+    assert (ours <= 1.2 * theirs).all(), (ours, theirs)
+
+
+def test_trl_is_not_imported_for_it(monkeypatch):
+    monkeypatch.delitem(sys.modules, "trl.kernels.chunked_logprob")
+    write_out_heads()
+    assert "trl.kernels.chunked_logprob" not in sys.modules
