@@ -41,8 +41,15 @@ class LeftToPython:
         self._note = note
         self._entries: set[CodeType] = set()
         self._codes: set[CodeType] = set()
+        self._present: CodeType | None = None
+        """What is being captured."""
         self._failed: dict[CodeType, Exception] = {}
         """Of the present call."""
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether what is being captured is not where a call begins, but something that Python calls in it."""
+        return self._present not in self._entries
 
     def begins_at(self, code: CodeType) -> None:
         """Where this code cannot be captured, the call fails, and can be made in another way."""
@@ -71,6 +78,7 @@ class LeftToPython:
     def convert(self, code: CodeType, convert: Callable[[], ConvertFrameReturn]) -> ConvertFrameReturn:
         """What Dynamo makes of some code, or that it is to run as it stands, this time."""
         if code not in self._codes:
+            before, self._present = self._present, code
             try:
                 return convert()
             except Exception as error:
@@ -80,7 +88,15 @@ class LeftToPython:
                 if code in self._entries:
                     raise NotCapturedError(code, error) from None
                 self._failed[code] = error
+            finally:
+                self._present = before
         return ConvertFrameReturn(_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT), apply_to_code=False)
+
+
+def is_in_parts() -> bool:
+    """Whether Python, which calls what is being captured, goes on with its results before they are a model's."""
+    watching = _WATCHING.get()
+    return watching is not None and watching.is_in_parts
 
 
 def line_of(fault: Exception) -> str:

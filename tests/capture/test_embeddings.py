@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -129,6 +130,24 @@ def test_tokens_are_made_that_no_embedding_comes_from() -> None:
         )
         assert_same(*steps)
     assert type(ours(**sentences(0)).tokens) is Tensor
+
+
+def test_tokens_are_made_where_python_calls_what_gives_them() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = Embedder(), nn.Linear(WIDTH, 2)
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            with threading.Lock():  # Dynamo leaves this to Python, and captures what is called
+                tokens, embedding = self.inner(ids, mask)
+            return self.head(tokens).mean() + embedding.sum()
+
+    eager, ours = pair(Outer(), engine())
+    for seed in range(3):
+        assert_same(*(step(model, **sentences(seed), seed=seed) for model in (ours, eager)))
+    assert not [item for item in report(ours).fallbacks if "UnreadTensor" in item.detail]
+    assert feature(ours, "compute.loss_only").state is State.OFF
 
 
 @pytest.mark.parametrize("wish", ["auto", True])

@@ -59,7 +59,7 @@ class Rewritten:
         tracer = Tracer(inputs)
         try:
             traced = tracer.trace(module)
-            unread = unread_outputs(traced, inputs) if self._loss_only else frozenset()
+            unread = unread_outputs(traced, inputs, beside_sums=True) if self._loss_only else frozenset()
             proposal = propose(traced, inputs, self._wishes, unread)
         except NothingToSkip as reason:
             self.reasons.append(str(reason))
