@@ -33,8 +33,8 @@ def write_out_heads() -> None:
 
 def _suits(arguments: Sequence[Any]) -> bool:
     hidden, weight = arguments[:2]
-    is_plain = type(hidden).__name__ == type(weight).__name__ and isinstance(hidden, Tensor)
-    return is_plain and hidden.device.type == "cpu" and bool(hidden.shape[0] * weight.shape[0] <= MOST)
+    is_on_cpu = isinstance(hidden, Tensor) and isinstance(weight, Tensor) and hidden.device.type == "cpu"
+    return is_on_cpu and bool(hidden.shape[0] * weight.shape[0] <= MOST)
 
 
 def _scores(
