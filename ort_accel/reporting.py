@@ -28,6 +28,7 @@ class Reason(StrEnum):
     CHECK = "checks what a tensor holds"
     RANDOM = "random"
     ATTENTION = "attention"
+    ONE_STEP = "many operators in one step"
     SLOWER = "slower by measurement"
     SMALL = "too small to be worth a crossing"
     MUTATION = "changes its input"
@@ -48,6 +49,7 @@ CHOICES = {
     Reason.CHECK,
     Reason.RANDOM,
     Reason.ATTENTION,
+    Reason.ONE_STEP,
     Reason.SLOWER,
     Reason.SMALL,
     Reason.WISH,

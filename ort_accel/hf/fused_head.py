@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ort_accel.capture.written_functions import Written, write_out
+from ort_accel.lowering.token_scores import token_scores
 
 KERNELS = "trl.kernels.chunked_logprob"
 MOST = 1 << 28
@@ -50,14 +51,19 @@ def _scores(
 ) -> Scores:
     """For each row of `hidden` the logarithm of its target's probability, and what else `outputs` asks for."""
     bias = None if bias is None else bias.to(hidden.dtype)
-    scores = F.linear(hidden, weight.to(hidden.dtype), bias).float() * scale
+    scores = F.linear(hidden, weight.to(hidden.dtype), bias).float()
+    if scale != 1:
+        scores = scores * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores / temperature
-    logarithms = scores.log_softmax(-1)
-    found = logarithms.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    entropy = -(logarithms.exp() * logarithms).sum(-1) if "entropy" in outputs else None
-    squares = (2 * logarithms.detach()).logsumexp(-1) if "log_sum_sq_probs" in outputs else None
-    mean = scores.detach().mean(-1) if "mean_logits" in outputs else None
-    is_best = scores.detach().argmax(-1) == targets if "is_top1" in outputs else None
-    return found, entropy, squares, mean, is_best
+    if temperature != 1:
+        scores = scores / temperature
+    found, entropy, total = token_scores(scores, targets)
+    scores = scores.detach()
+    return (
+        found,
+        entropy if "entropy" in outputs else None,
+        (2 * scores).logsumexp(-1) - 2 * total if "log_sum_sq_probs" in outputs else None,
+        scores.mean(-1) if "mean_logits" in outputs else None,
+        scores.argmax(-1) == targets if "is_top1" in outputs else None,
+    )

@@ -16,6 +16,7 @@ from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, Opera
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.lowering.sizes import expression
 from ort_accel.lowering.slower import slower
+from ort_accel.lowering.token_scores import token_scores, token_scores_backward
 from ort_accel.reporting import Reason
 from ort_accel.runtime.journal import EndedBefore
 from ort_accel.runtime.sessions import Sessions
@@ -63,16 +64,8 @@ class Assigner:
             return Refusal(Reason.CHECK if target in CHECKS else Reason.DATA_DEPENDENT)
         if not isinstance(target, torch._ops.OpOverload):
             return Refusal(Reason.UNSUPPORTED_OP, "not an ATen operator")
-        if {str(target), str(target).rpartition(".")[0]} & self.unwanted or is_watched(node):
-            return Refusal(Reason.WISH)
-        if is_move(node):
-            return Refusal(Reason.WISH, "memory.offload")
-        if "scaled_dot_product" in str(target) or "flash_attention" in str(target):
-            return Refusal(Reason.ATTENTION)
-        if is_random(node):
-            return Refusal(Reason.RANDOM)
-        if target.overloadpacket in BLANK and all(map(is_random, node.users)):
-            return Refusal(Reason.RANDOM, "memory to draw into")
+        if by_design := self._by_design(node, target):
+            return by_design
         if writes(node):
             return Refusal(Reason.MUTATION)
         if target not in lowerings():
@@ -83,6 +76,22 @@ class Assigner:
             return Refusal(Reason.SMALL, "an empty tensor, for which some kernels give no result")
         figures = self._figures(node)
         return Refusal(Reason.SLOWER, figures) if figures else self._trial(node)
+
+    def _by_design(self, node: fx.Node, target: torch._ops.OpOverload[..., Any]) -> Refusal | None:
+        """Why a node is PyTorch's, whatever ONNX Runtime can do."""
+        if {str(target), str(target).rpartition(".")[0]} & self.unwanted or is_watched(node):
+            return Refusal(Reason.WISH)
+        if is_move(node):
+            return Refusal(Reason.WISH, "memory.offload")
+        if "scaled_dot_product" in str(target) or "flash_attention" in str(target):
+            return Refusal(Reason.ATTENTION)
+        if target in (token_scores, token_scores_backward):
+            return Refusal(Reason.ONE_STEP)
+        if is_random(node):
+            return Refusal(Reason.RANDOM)
+        if target.overloadpacket in BLANK and all(map(is_random, node.users)):
+            return Refusal(Reason.RANDOM, "memory to draw into")
+        return None
 
     def _figures(self, node: fx.Node) -> str | None:
         if not self.for_speed or self.sessions.settings.place.is_cuda:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ort_accel.lowering.token_scores import token_scores
 from ort_accel.rewrite.passages import (
     Dims,
     Passage,
@@ -154,6 +155,16 @@ def along_one_dimension(node: fx.Node, dims: Dims) -> Passage | None:
         return None
     more, place = node.args[2:], packed_dim(dim % rank, dims)
     return of_one(node, dims, lambda source, x: node.target(x, place, *more, **node.kwargs))
+
+
+@RULES.of(torch.ops.ort_accel.token_scores)
+def scores_of_targets(node: fx.Node, dims: Dims) -> Passage | None:
+    scores, targets = node.args
+
+    def make(source: Source) -> Any:
+        return token_scores(source.packed(scores), source.packed(targets))
+
+    return Passage({scores: dims, targets: dims}, make)
 
 
 @RULES.of(aten.gather)

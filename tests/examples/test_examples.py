@@ -21,6 +21,10 @@ SMALL = {
         *("--predict_with_generate", "--generation_max_length=8"),
     ],
     "run_lora": [*STEPS, SHORT],
+    "run_sft": [
+        *STEPS,
+        *("--prompt_words=12", "--answer_words=12", "--hidden_size=64", "--num_hidden_layers=1"),
+    ],
     "accelerate_loop": [SHORT, "--num_train_epochs=2"],
 }
 
@@ -35,7 +39,7 @@ def measured(output):
 @pytest.mark.long
 @pytest.mark.parametrize("name", SMALL)
 def test_both_columns_show_the_same_losses(tmp_path, name):
-    pytest.importorskip("peft" if name == "run_lora" else "transformers")
+    pytest.importorskip({"run_lora": "peft", "run_sft": "trl"}.get(name, "transformers"))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(FOLDER.parents[1])}
     command = [sys.executable, str(FOLDER / f"{name}.py"), *SAMPLES, *SMALL[name]]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ort_accel.lowering.token_scores import token_scores
 from ort_accel.rewrite.demand import Wishes
 from tests.rewrite.modules import Attention, keys_of, padded
 from tests.rewrite.rewritten import Rewritten, assert_as_eager, rewritten
@@ -87,8 +88,18 @@ class Scored(Attention):
         return found.masked_fill(~counts, 0).sum() + torch.where(counts, is_best, False).sum()
 
 
-def test_scores_of_tokens_that_a_mask_takes_out_are_not_computed() -> None:
-    module = Scored()
+class ScoredAtOnce(Scored):
+    """The same by one operator."""
+
+    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        hidden, counts = Attention.forward(self, ids, mask)[:, :-1], labels[:, 1:] >= 0
+        found, entropy, _ = token_scores(hidden.flatten(0, 1), labels[:, 1:].clamp(min=0).flatten())
+        return sum(item.view(counts.shape).masked_fill(~counts, 0).sum() for item in (found, entropy))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", [Scored, ScoredAtOnce])
+def test_scores_of_tokens_that_a_mask_takes_out_are_not_computed(kind: type[Scored]) -> None:
+    module = kind()
     ours = Rewritten(module)
     for seed, kept in enumerate([(3, 5, 9), (9, 3, 4), (3, 3, 8, 6)]):
         ids, mask = padded(*kept)
