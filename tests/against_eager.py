@@ -81,13 +81,13 @@ def compilations(model: nn.Module) -> int:
 
 
 def assert_two_graphs_each_way(compiled: list[int]) -> None:
-    """After each size: one graph with fixed sizes and one with open ones, or an open one alone, and then no more.
+    """After each of four sizes: one graph with fixed sizes, one with open ones, and then no more.
 
-    Dynamo of torch 2.11 knows that sizes change in code which it saw in another model.
+    Before torch 2.13 Dynamo may know from another model that sizes change in the same code: then there is an open one
+    alone.
     """
-    assert compiled[0] == 2
-    assert compiled[1] in (2, 4)
-    assert len(set(compiled[1:])) == 1
+    at_once = [[2, 2, 2, 2]] if torch.__version__ < (2, 13) else []
+    assert compiled in [[2, 4, 4, 4], *at_once]
 
 
 def not_compiled(model: nn.Module) -> list[Fallback]:
