@@ -114,7 +114,7 @@ def bounds(
     console = Console(width=None if Console().is_terminal else 120)
     console.print(table)
     facts = machine.facts(torch.get_num_threads())
-    console.print(f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}, {facts['onnxruntime']}")
+    console.print(machine.in_short(facts))
     if json_file is not None:
         json_file.write_text(json.dumps({"machine": facts, **found}, indent=1) + "\n", encoding="utf-8")
 

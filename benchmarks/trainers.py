@@ -89,8 +89,7 @@ def trainers(
     found["machine"]["load_after"] = machine.load()
     console = Console(width=None if Console().is_terminal else 120)
     console.print(table)
-    facts = found["machine"]
-    console.print(f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}, {facts['onnxruntime']}")
+    console.print(machine.in_short(found["machine"]))
     if json_file is not None:
         json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from compare import exit_code, train_and_show
 from rich.console import Console
-from texts import minilm, news
+from texts import every_tenth_apart, minilm, news
 from transformers import (
     AutoTokenizer,
     HfArgumentParser,
@@ -65,8 +65,8 @@ def blocks(script: ScriptArguments, tokenizer: PreTrainedTokenizerBase) -> tuple
     starts = range(0, len(ids) - script.block_size + 1, script.block_size)
     rows = [{"input_ids": ids[at : at + script.block_size]} for at in starts]
     rows = [{**row, "labels": row["input_ids"]} for row in rows]
-    train = [row for number, row in enumerate(rows) if number % 10]
-    return train[: script.max_train_samples], rows[::10][: script.max_eval_samples]
+    train, held_out = every_tenth_apart(rows)
+    return train[: script.max_train_samples], held_out[: script.max_eval_samples]
 
 
 def llama(script: ScriptArguments, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:

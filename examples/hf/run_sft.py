@@ -14,7 +14,7 @@ import run_clm as clm
 from compare import exit_code, train_and_show
 from datasets import Dataset
 from rich.console import Console
-from texts import minilm, news
+from texts import every_tenth_apart, minilm, news
 from transformers import AutoTokenizer, HfArgumentParser, PreTrainedTokenizerBase, Trainer, set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -57,8 +57,7 @@ def articles(script: ScriptArguments) -> tuple[Dataset, Dataset]:
         answer = words[begin : begin + script.answer_words - number * 11 % max(script.answer_words // 2, 1)]
         if answer:
             rows.append({"prompt": " ".join(words[:begin]), "completion": " " + " ".join(answer)})
-    train = [row for number, row in enumerate(rows) if number % 10]
-    held_out = rows[::10]
+    train, held_out = every_tenth_apart(rows)
     return Dataset.from_list(train[: script.max_train_samples]), Dataset.from_list(held_out[: script.max_eval_samples])
 
 

@@ -138,6 +138,5 @@ def _short(message: str) -> str:
     lines = [line.strip() for line in message.splitlines()] or [""]
     said = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
     code = [line.partition("code: ")[2] for line in lines if "code: " in line]
-    return ": ".join(
-        [lines[0], *(text if len(text) <= LONG else f"{text[:LONG]} ..." for text in (*said[:1], *code[-1:]))]
-    )
+    rest = [text if len(text) <= LONG else f"{text[:LONG]} ..." for text in (*said[:1], *code[-1:])]
+    return ": ".join([lines[0], *rest])

@@ -30,7 +30,6 @@ LOOK_EVERY = 4
 MEMORY = 0.9
 """How much of the moving figure stays from batch to batch: about the last ten batches count."""
 
-
 PER_TOKEN = "the model's outputs for each token (logits, hidden states)"
 
 DWELL = 8

@@ -204,8 +204,8 @@ class _Look:
             keep[atom.index] = True
             return self._filled(keep)
         if isinstance(atom, Marked):
-            shown = self._told[atom.mark] != atom.hides
-            return self._filled((shown.flatten(2).any(2) if shown.ndim > 2 else shown).flatten())
+            shown = self._told[atom.mark].unsqueeze(-1) != atom.hides
+            return self._filled(shown.flatten(2).any(2).flatten())
         if isinstance(atom, Listed):
             return self._filled(self._listed(atom))
         if isinstance(atom, Lifted):

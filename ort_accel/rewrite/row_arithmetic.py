@@ -173,7 +173,7 @@ def gather(node: fx.Node, dims: Dims) -> Passage | None:
     from, behind those that are."""
     given, wish, index = node.args[:3]
     dim = int(wish) % rank_of(node)
-    if dim in dims or not is_full(given, value_of(node), dims[1:]) or 0 not in dims[:1]:
+    if dim in dims or dims[0] != 0 or not is_full(given, value_of(node), dims[1:]):
         return None
     place = packed_dim(dim, dims)
 

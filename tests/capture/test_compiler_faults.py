@@ -151,7 +151,7 @@ def test_a_batch_that_fails_behind_a_break_leaves_nothing_to_python() -> None:
     assert not not_compiled(ours)
 
 
-def test_only_what_dynamo_fails_on_is_left_to_python(dynamo_fails: Callable[[str | None], None]) -> None:
+def test_only_what_dynamo_fails_on_is_left_to_python() -> None:
     """Each call below is captured by itself."""
 
     class Outer(nn.Module):

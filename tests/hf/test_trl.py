@@ -2,6 +2,7 @@
 
 import random
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -39,14 +40,12 @@ def sft(args, **common):
 
 
 def dft(args, **common):
-    data = rows(prompt=(2, 5), completion=(2, 9))
-    return trl.SFTTrainer(args=args(trl.SFTConfig, loss_type="dft"), train_dataset=data, **common)
+    return sft(partial(args, loss_type="dft"), **common)
 
 
 def dpo(args, **common):
     data = rows(prompt=(2, 5), chosen=(2, 9), rejected=(2, 9)).shuffle(seed=0)
-    common["model"].config._name_or_path = common["model"].name_or_path
-    return trl.DPOTrainer(args=args(trl.DPOConfig, precompute_ref_log_probs=False), train_dataset=data, **common)
+    return trl.DPOTrainer(args=args(trl.DPOConfig), train_dataset=data, **common)
 
 
 def grpo(args, **common):

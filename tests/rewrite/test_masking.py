@@ -81,20 +81,22 @@ class Scored(Attention):
 
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         hidden, counts = super().forward(ids, mask)[:, :-1], labels[:, 1:] >= 0
-        targets = labels[:, 1:].clamp(min=0).flatten()
-        logarithms = hidden.flatten(0, 1).log_softmax(-1)
-        found = logarithms.gather(-1, targets[:, None]).squeeze(-1).view(counts.shape)
-        is_best = (logarithms.argmax(-1) == targets).view(counts.shape)
-        return found.masked_fill(~counts, 0).sum() + torch.where(counts, is_best, False).sum()
+        found, more = self.scores(hidden.flatten(0, 1), labels[:, 1:].clamp(min=0).flatten())
+        return (
+            found.view(counts.shape).masked_fill(~counts, 0).sum()
+            + torch.where(counts, more.view(counts.shape), False).sum()
+        )
+
+    def scores(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logarithms = hidden.log_softmax(-1)
+        return logarithms.gather(-1, targets[:, None]).squeeze(-1), logarithms.argmax(-1) == targets
 
 
 class ScoredAtOnce(Scored):
     """The same by one operator."""
 
-    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
-        hidden, counts = Attention.forward(self, ids, mask)[:, :-1], labels[:, 1:] >= 0
-        found, entropy, _ = token_scores(hidden.flatten(0, 1), labels[:, 1:].clamp(min=0).flatten())
-        return sum(item.view(counts.shape).masked_fill(~counts, 0).sum() for item in (found, entropy))  # type: ignore[return-value]
+    def scores(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return token_scores(hidden, targets)[:2]
 
 
 @pytest.mark.parametrize("kind", [Scored, ScoredAtOnce])

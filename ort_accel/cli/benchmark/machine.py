@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,11 @@ def facts(threads: int) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "onnxruntime": f"{runtime.distribution} {runtime.version}",
     }
+
+
+def in_short(facts: Mapping[str, Any]) -> str:
+    """The processor, its threads, and the libraries, in a line."""
+    return f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}, {facts['onnxruntime']}"
 
 
 def matmul_gflops(threads: int, precision: str) -> dict[str, float]:
