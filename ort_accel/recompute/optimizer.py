@@ -18,6 +18,7 @@ from ort_accel.recompute.checkpoints import take_marks
 from ort_accel.recompute.cost import milliseconds
 from ort_accel.recompute.graph import forward_nodes, whole
 from ort_accel.recompute.layers import Layers, find_layers, region
+from ort_accel.recompute.light import light_places
 from ort_accel.recompute.moves import Movable, Moved, move
 from ort_accel.recompute.onnx_names import cluster_of
 from ort_accel.recompute.partition import Pair, partition, rehearsed
@@ -34,6 +35,8 @@ NO_LAYERS = (
     "no transformer layer was found (a norm around an attention whose input or output is added again), so memory.level "
     "{level} has no borders to compute from and keeps everything"
 )
+
+LIGHTLY = "auto: norms, activations and arithmetic are computed again, which costs next to nothing"
 
 
 class Recompute:
@@ -84,6 +87,8 @@ class Recompute:
         options = find_plans(joint, layers, self._probe())
         wishes = matched(self._plans, options)
         taken = self._level_places(joint, layers, options, graph) if self._level() else []
+        if self._memory.decides_itself and (taken := light_places(options)):
+            self._report.applied("memory.level", LIGHTLY)
         taken = [place for place in taken if not place.nodes & marks.borders]
         taken += [place for wish in wishes for place in wish.places]
         chosen = marks.again.union(*(place.nodes for place in taken))

@@ -15,7 +15,8 @@ class Memory(Section):
     level: Annotated[Literal["auto", 0, 1, 2], EXACT] = "auto"
     """How much to recompute. 0 follows `plans` only. 1 recomputes everything within each transformer layer and keeps
     the layers' inputs. 2 also keeps smaller-typed copies where a cast was there. `auto` keeps within `budget` at the
-    least cost, or, without a budget, is 0."""
+    least cost; without a budget and plans it recomputes what costs next to nothing: norms, activations and arithmetic
+    (cpu only)."""
 
     plans: Plans = ()
     """Plans to switch on, each `cluster:type:count`: `BiasGelu+:1:-1` recomputes (type 1) every (count -1) `BiasGelu`;
@@ -48,6 +49,11 @@ class Memory(Section):
     def frugal(self) -> bool:
         """Whether less memory is worth a little time."""
         return self.budget is not None or self.level in (1, 2)
+
+    @property
+    def decides_itself(self) -> bool:
+        """Whether nobody said what to recompute, or how much memory a step may take."""
+        return self.level == "auto" and self.budget is None and not self.plans and self.plan_file is None
 
     @property
     def saves(self) -> bool:

@@ -1,0 +1,62 @@
+"""Unasked, what costs next to nothing is computed again."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ort_accel
+from ort_accel.cli.benchmark.workload import Workload, batch_of, build
+from ort_accel.reporting import State
+from tests.against_eager import assert_step_as_eager, step
+from tests.recompute.models import assert_same_bits
+
+FIXED = {"observe": {"log_level": "error"}, "compute": {"placement": "fixed"}}
+
+
+def workload(name):
+    return Workload(name, hidden=64, layers=2, heads=2, batch=8, length=64, vocab=64, dropout=0.1)
+
+
+def recorded(model):
+    return list(ort_accel.report(model).memory.values())[-1]
+
+
+def level_state(model):
+    return ort_accel.report(model).features["memory.level"].state
+
+
+@pytest.mark.parametrize(("name", "share"), [("bert", 0.85), ("gpt2", 0.8), ("llama", 0.8)])
+def test_less_is_kept_and_no_bit_changes(name, share):
+    model, batch = build(workload(name)), batch_of(workload(name))
+    models = [ort_accel.accelerate(copy.deepcopy(model), FIXED | {"memory": {"level": level}}) for level in ("auto", 0)]
+    light, plain = [step(each, **batch) for each in models]
+    assert_same_bits(light, plain)
+    assert recorded(models[0]).stash < share * recorded(models[1]).stash == share * recorded(models[0]).stash_without
+    assert not recorded(models[1]).repeated
+    assert [level_state(each) for each in models] == [State.APPLIED, State.OFF]
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_as_eager_with_measured_placement(name, checkpointing):
+    size = replace(workload(name), checkpointing=checkpointing)
+    model = build(size)
+    accelerated = ort_accel.accelerate(copy.deepcopy(model), {"observe": {"log_level": "error"}})
+    assert_step_as_eager(model, accelerated, **batch_of(size))
+    assert recorded(accelerated).repeated
+
+
+def test_nothing_is_added_to_the_plans_of_the_user():
+    model = ort_accel.accelerate(build(workload("bert")), FIXED | {"memory": {"plans": ["BiasGelu+:1:1"]}})
+    step(model, **batch_of(workload("bert")))
+    assert recorded(model).repeated == 1
+
+
+def test_copies_of_weights_for_autocast_are_kept():
+    model = ort_accel.accelerate(build(workload("bert")), FIXED)
+    with torch.autocast("cpu", torch.bfloat16):
+        step(model, **batch_of(workload("bert")))
+    rows = {row.cluster: row for row in recorded(model).plans}
+    assert rows["Cast+"].applied == 0 < rows["BiasGelu+"].applied
