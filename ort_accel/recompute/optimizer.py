@@ -87,9 +87,10 @@ class Recompute:
         options = find_plans(joint, layers, self._probe())
         wishes = matched(self._plans, options)
         taken = self._level_places(joint, layers, options, graph) if self._level() else []
-        if self._memory.decides_itself and (taken := light_places(options)):
-            self._report.applied("memory.level", LIGHTLY)
+        taken = light_places(options) if self._memory.decides_itself else taken
         taken = [place for place in taken if not place.nodes & marks.borders]
+        if self._memory.decides_itself and taken:
+            self._report.applied("memory.level", LIGHTLY)
         taken += [place for wish in wishes for place in wish.places]
         chosen = marks.again.union(*(place.nodes for place in taken))
         steps: list[tuple[Collection[fx.Node], Timeline]] = []
