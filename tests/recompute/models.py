@@ -19,6 +19,9 @@ NAMES = ("bert", "gpt2", "llama", "t5")
 ALL_ROWS = {"density": {"labels": False, "padding": False}, "compute": {"upstream": False, "placement": "fixed"}}
 """Settings with which BERT computes rows that its classifier does not read; the others compute all rows anyway."""
 
+ALIKE = {"observe": {"log_level": "error"}, "compute": {"placement": "fixed"}}
+"""Divided as models are that save memory, so that bits and bytes can be compared."""
+
 
 def size(name: str, rows: int) -> Workload:
     return Workload(name, hidden=32, layers=2, heads=2, batch=rows, length=16, vocab=64, dropout=0.1)
@@ -30,16 +33,19 @@ def model_and_batch(name: str, rows: int = 2) -> tuple[nn.Module, Batch]:
 
 
 def accelerated(name: str, memory: dict[str, Any], **config: Any) -> nn.Module:
-    alike = {"observe": {"log_level": "error"}, "compute": {"placement": "fixed"}}
-    """Divided as models are that save memory, so that bits and bytes can be compared."""
-    return ort_accel.accelerate(copy.deepcopy(model_and_batch(name)[0]), alike | config | {"memory": memory})
+    return ort_accel.accelerate(copy.deepcopy(model_and_batch(name)[0]), ALIKE | config | {"memory": memory})
+
+
+def recorded(model: nn.Module) -> GraphMemory:
+    """What was recorded of the graph that was compiled last."""
+    return list(ort_accel.report(model).memory.values())[-1]
 
 
 def one_step(name: str, memory: dict[str, Any], rows: int = 2, **config: Any) -> tuple[Trace, GraphMemory]:
     """A step with these memory settings, and what was recorded of it."""
     model = accelerated(name, memory, **config)
     trace = step(model, **model_and_batch(name, rows)[1])
-    return trace, list(ort_accel.report(model).memory.values())[-1]
+    return trace, recorded(model)
 
 
 @cache

@@ -10,17 +10,11 @@ import ort_accel
 from ort_accel.cli.benchmark.workload import Workload, batch_of, build
 from ort_accel.reporting import State
 from tests.against_eager import assert_step_as_eager, step
-from tests.recompute.models import assert_same_bits
-
-FIXED = {"observe": {"log_level": "error"}, "compute": {"placement": "fixed"}}
+from tests.recompute.models import ALIKE, assert_same_bits, recorded
 
 
 def workload(name):
     return Workload(name, hidden=64, layers=2, heads=2, batch=8, length=64, vocab=64, dropout=0.1)
-
-
-def recorded(model):
-    return list(ort_accel.report(model).memory.values())[-1]
 
 
 def level_state(model):
@@ -30,7 +24,7 @@ def level_state(model):
 @pytest.mark.parametrize(("name", "share"), [("bert", 0.85), ("gpt2", 0.8), ("llama", 0.8)])
 def test_less_is_kept_and_no_bit_changes(name, share):
     model, batch = build(workload(name)), batch_of(workload(name))
-    models = [ort_accel.accelerate(copy.deepcopy(model), FIXED | {"memory": {"level": level}}) for level in ("auto", 0)]
+    models = [ort_accel.accelerate(copy.deepcopy(model), ALIKE | {"memory": {"level": level}}) for level in ("auto", 0)]
     light, plain = [step(each, **batch) for each in models]
     assert_same_bits(light, plain)
     assert recorded(models[0]).stash < share * recorded(models[1]).stash == share * recorded(models[0]).stash_without
@@ -49,13 +43,13 @@ def test_as_eager_with_measured_placement(name, checkpointing):
 
 
 def test_nothing_is_added_to_the_plans_of_the_user():
-    model = ort_accel.accelerate(build(workload("bert")), FIXED | {"memory": {"plans": ["BiasGelu+:1:1"]}})
+    model = ort_accel.accelerate(build(workload("bert")), ALIKE | {"memory": {"plans": ["BiasGelu+:1:1"]}})
     step(model, **batch_of(workload("bert")))
     assert recorded(model).repeated == 1
 
 
 def test_copies_of_weights_for_autocast_are_kept():
-    model = ort_accel.accelerate(build(workload("bert")), FIXED)
+    model = ort_accel.accelerate(build(workload("bert")), ALIKE)
     with torch.autocast("cpu", torch.bfloat16):
         step(model, **batch_of(workload("bert")))
     rows = {row.cluster: row for row in recorded(model).plans}
