@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from ort_accel.engine import call_of, foresee, inspector_of, report_file_of
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import ConfigSource, activate, report_of, usable_config
+from ort_accel.hf.companions import accelerate_companion
 from ort_accel.hf.foreseen_sizes import foreseen_in
 from ort_accel.hf.in_backward import record_step_in_backward
 from ort_accel.hf.load_balancing import record_load_balancing
@@ -43,6 +45,7 @@ class ORTAccelCallback(TrainerCallback):
         self._in_backward: StepInBackward | None = None
         self._file: ReportFile | None = None
         self._inspector: DensityInspector | None = None
+        self._companions: WeakSet[nn.Module] = WeakSet()
         self.metrics = StepMetrics()
         install(ORTAccelCallback)
 
@@ -71,7 +74,8 @@ class ORTAccelCallback(TrainerCallback):
         steps = state.max_steps * args.gradient_accumulation_steps
         sizes = foreseen_in(named.get("train_dataloader"), steps)
         sizes.batch |= args.eval_strategy != "no" and args.eval_batch_size != args.train_batch_size
-        foresee(named["model"], sizes)
+        for model in (named["model"], *self._companions):
+            foresee(model, sizes)
         settle_optimizer(named.get("optimizer"), named["model"], self.config)
         self._leave_backward()  # of a training that was broken off
         self._in_backward = record_step_in_backward(args, named.get("optimizer"), named["model"], self.config)
@@ -118,6 +122,13 @@ class ORTAccelCallback(TrainerCallback):
         self.metrics.see(inputs)
         if self._inspector is not None:
             self._inspector.see(model, inputs)
+
+    def accompany(self, model: nn.Module, companion: nn.Module) -> None:
+        """Run a model on ONNX Runtime, too, that is evaluated beside the one that is trained."""
+        if accelerate_companion(companion, self.config):
+            self._companions.add(companion)
+            kind = type(companion).__name__
+            report_of(model, self.config).note(f"a {kind} that is only evaluated beside this model runs there, too")
 
     def figures(self) -> dict[str, float]:
         """The numbers since the last line of the log."""

@@ -1,8 +1,9 @@
-"""Four methods of transformers' Trainer that no callback event covers, extended for trainers that have our callback.
+"""Five methods of transformers' Trainer that no callback event covers, extended for trainers that have our callback.
 
 A callback is told that a checkpoint was saved, not that one is about to be; it sees the log after the reporters; it
-never sees a batch; and what the Trainer makes of a model's outputs is behind the model. So these four are extended in
-place, once. A Trainer without our callback runs as before, but for one whose model a launch put on ONNX Runtime.
+never sees a batch; what the Trainer makes of a model's outputs is behind the model; and no other model than the trained
+one is shown to it. So these five are extended in place, once. A Trainer without our callback runs as before, but for
+one whose model a launch put on ONNX Runtime.
 Checked on transformers 5.17 and 5.23; tests/hf/test_trainer_hooks.py says which assumption broke.
 """
 
@@ -16,6 +17,7 @@ from transformers import Trainer
 
 from ort_accel import engine
 from ort_accel.hf.checkpoint import save_whole
+from ort_accel.hf.companions import owns, tell_of_companions
 from ort_accel.hf.loss_in_graph import loss_in_graph
 
 
@@ -27,6 +29,9 @@ class HasMetrics(Protocol):
 
     def figures(self) -> Mapping[str, float]:
         """What stands beside the loss in the log."""
+
+    def accompany(self, model: Any, companion: Any) -> None:
+        """Another model is about to be evaluated beside the one that is trained, or that one itself."""
 
 
 @cache
@@ -40,6 +45,14 @@ def install(kind: type[HasMetrics]) -> None:
     join_losses()
     _extend("log", _logging(Trainer.log, ours))
     _extend("training_step", _training(Trainer.training_step, ours))
+    _extend("create_accelerator_and_postprocess", _owning(Trainer.create_accelerator_and_postprocess))
+
+    def told(trainer: Trainer, companion: Any) -> None:
+        callback = ours(trainer)
+        if callback is not None:
+            callback.accompany(trainer.model, companion)
+
+    tell_of_companions(told)
 
 
 _Finder = Callable[[Trainer], HasMetrics | None]
@@ -99,6 +112,14 @@ def _training(original: Callable[..., Any], ours: _Finder) -> Callable[..., Any]
         return original(self, model, inputs, *more, **named)
 
     return step
+
+
+def _owning(original: Callable[..., None]) -> Callable[..., None]:
+    def create(self: Trainer) -> None:
+        original(self)
+        owns(self)
+
+    return create
 
 
 def _joining(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,11 @@ def test_the_methods_take_what_they_took():
     assert parameters("training_step") == ["self", "model", "inputs", "num_items_in_batch"]
 
 
+def test_a_trainer_makes_its_accelerator_where_we_look():
+    assert parameters("create_accelerator_and_postprocess") == ["self"]
+    assert "self.accelerator = Accelerator(" in source("create_accelerator_and_postprocess")
+
+
 def test_a_checkpoint_goes_where_get_output_dir_says():
     assert "run_dir = self._get_output_dir(trial=trial)" in source("_save_checkpoint")
 

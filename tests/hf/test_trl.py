@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from datasets import Dataset
-from transformers import set_seed
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
 import ort_accel
 from ort_accel.hf import ORTAccelCallback
@@ -48,10 +48,31 @@ def dpo(args, **common):
     return trl.DPOTrainer(args=args(trl.DPOConfig), train_dataset=data, **common)
 
 
+def dpo_with_reference_first(args, **common):
+    return dpo(partial(args, precompute_ref_log_probs=True), **common)
+
+
+def kto(args, **common):
+    data = rows(prompt=(2, 5), completion=(2, 9)).add_column("label", [True, False] * 8)
+    return trl.KTOTrainer(args=args(trl.KTOConfig), train_dataset=data, **common)
+
+
+def rewards(args, **common):
+    data = rows(chosen=(2, 9), rejected=(2, 9))
+    return trl.RewardTrainer(args=args(trl.RewardConfig), train_dataset=data, **common)
+
+
+SAMPLED = {"num_generations": 2, "max_completion_length": 6}
+
+
 def grpo(args, **common):
-    how = {"num_generations": 2, "max_completion_length": 6}
     data = rows(prompt=(2, 5))
-    return trl.GRPOTrainer(args=args(trl.GRPOConfig, **how), train_dataset=data, reward_funcs=reward, **common)
+    return trl.GRPOTrainer(args=args(trl.GRPOConfig, **SAMPLED), train_dataset=data, reward_funcs=reward, **common)
+
+
+def rloo(args, **common):  # compares with a reference model, too
+    data = rows(prompt=(2, 5))
+    return trl.RLOOTrainer(args=args(trl.RLOOConfig, **SAMPLED), train_dataset=data, reward_funcs=reward, **common)
 
 
 def wide_llama():
@@ -59,14 +80,20 @@ def wide_llama():
     return llama(hidden_size=128, intermediate_size=256, vocab_size=2000)
 
 
-@pytest.mark.parametrize("build", mostly_long([sft, dft, dpo, grpo], sft, dpo, grpo))
-def test_it_trains_as_in_eager_mode_in_whole_graphs(build, tmp_path):
-    set_seed(0)
-    wide_llama().save_pretrained(tmp_path / "model")  # DPO's reference is loaded from there
+ALL = [sft, dft, dpo, dpo_with_reference_first, kto, rewards, grpo, rloo]
+QUIET = {"engine": {"fallback": "report"}, "observe": {"log_level": "error"}}
 
-    def run(*callbacks):
+
+@pytest.fixture
+def trained(tmp_path):
+    """Trains a model from the same weights, which a reference is loaded from, too."""
+    set_seed(0)
+    wide_llama().save_pretrained(tmp_path / "model")
+
+    def train(build, *callbacks):
         set_seed(0)
-        model = type(wide_llama()).from_pretrained(tmp_path / "model")
+        kind = {rewards: partial(LlamaForSequenceClassification.from_pretrained, num_labels=1)}
+        model = kind.get(build, LlamaForCausalLM.from_pretrained)(tmp_path / "model")
 
         def args(kind, **more):
             return arguments(tmp_path, kind, bf16=False, gradient_checkpointing=False, **more)
@@ -75,14 +102,26 @@ def test_it_trains_as_in_eager_mode_in_whole_graphs(build, tmp_path):
         trainer.train()
         return trainer
 
-    eager, ours = run(), run(ORTAccelCallback({"engine": {"fallback": "report"}, "observe": {"log_level": "error"}}))
-    assert losses(ours) == pytest.approx(losses(eager), abs=1e-4)
-    report = ort_accel.report(ours.model)
+    return train
+
+
+def is_captured_whole_without_padding(model):
+    report = ort_accel.report(model)
     assert not [item for item in report.fallbacks if item.op == "a graph break"]
     assert report.features["density.padding"].state is State.APPLIED
-    assert report.counters["batches run on some rows"]
+    return report.counters["batches run on some rows"] > 0
+
+
+@pytest.mark.parametrize("build", mostly_long(ALL, sft, dpo, grpo))
+def test_it_trains_as_in_eager_mode_in_whole_graphs(build, trained):
+    eager, ours = trained(build), trained(build, ORTAccelCallback(QUIET))
+    assert losses(ours) == pytest.approx(losses(eager), abs=1e-4)
+    assert is_captured_whole_without_padding(ours.model)
     for name, tensor in eager.model.state_dict().items():
         torch.testing.assert_close(ours.model.state_dict()[name], tensor, rtol=1e-3, atol=1e-4)
+    if getattr(ours, "ref_model", None) is not None:
+        assert is_captured_whole_without_padding(ours.ref_model)
+        assert any("only evaluated beside" in note for note in ort_accel.report(ours.model).notes)
 
 
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")

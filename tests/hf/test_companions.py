@@ -1,0 +1,62 @@
+"""Models that a Trainer has prepared for evaluation: on ONNX Runtime where the Trainer has the callback, else not."""
+
+import pytest
+import torch
+from transformers import Trainer
+
+import ort_accel
+from ort_accel.engine import config_of
+from ort_accel.hf import ORTAccelCallback
+from tests.hf.tiny import arguments, llama, texts
+
+QUIET = {"observe": {"log_level": "error"}}
+
+
+def trainer(folder, *callbacks):
+    ORTAccelCallback(QUIET)  # the hooks are there, whoever has them
+    return Trainer(llama(), arguments(folder), train_dataset=texts(), callbacks=list(callbacks))
+
+
+def prepared(trainer, model):
+    assert trainer.accelerator.prepare_model(model, evaluation_mode=True) is model
+    return model
+
+
+def test_a_companion_gives_what_it_gave(tmp_path):
+    main, model = trainer(tmp_path, ORTAccelCallback(QUIET)), llama().eval()
+    ids = torch.randint(3, 32, (2, 7))
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        torch.testing.assert_close(prepared(main, model)(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+    assert any(segment.graph.startswith("inference") for segment in ort_accel.report(model).segments)
+    assert "a LlamaForCausalLM that is only evaluated beside this model runs there, too" in (
+        ort_accel.report(main.model).notes
+    )
+
+
+def test_it_writes_no_report_of_its_own_and_looks_at_no_batches(tmp_path):
+    config = {**QUIET, "observe": {**QUIET["observe"], "report_file": str(tmp_path / "report.html")}}
+    main = trainer(tmp_path, ORTAccelCallback({**config, "density": {"inspect": True}}))
+    found = config_of(prepared(main, llama()))
+    assert found.observe.report_file is None
+    assert not found.density.inspect
+    assert config_of(main.model).observe.report_file is not None
+
+
+@pytest.mark.parametrize("callbacks", [[], [{"engine": {"enabled": False}}]], ids=["no callback", "switched off"])
+def test_other_trainers_leave_theirs_alone(callbacks, tmp_path):
+    main = trainer(tmp_path, *map(ORTAccelCallback, callbacks))
+    assert config_of(prepared(main, llama())) is None
+
+
+def test_what_runs_on_another_compiler_stays_there(tmp_path):
+    main, model, wrapped = trainer(tmp_path, ORTAccelCallback(QUIET)), llama(), torch.compile(llama(), backend="eager")
+    model.compile(backend="eager")
+    assert config_of(prepared(main, model)) is None
+    assert prepared(main, wrapped) is wrapped
+
+
+def test_what_is_prepared_for_training_is_left_to_the_script(tmp_path):
+    main, model = trainer(tmp_path, ORTAccelCallback(QUIET)), llama()
+    main.accelerator.prepare_model(model)
+    assert config_of(model) is None
