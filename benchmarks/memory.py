@@ -21,13 +21,19 @@ import ort_accel
 from ort_accel.cli.benchmark import contenders, machine
 from ort_accel.cli.benchmark.contenders import EAGER
 from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
+from ort_accel.config.values import bytes_in
 from ort_accel.errors import OrtAccelError
-from ort_accel.observe.process_memory import MostInUse, reset_peak, resident, return_free_memory
+from ort_accel.observe.process_memory import MostInUse, reset_peak, resident
 from ort_accel.optim import FusedAdam, step_in_backward
+from ort_accel.runtime.freed_memory import return_free_memory
 from ort_accel.runtime.pool import release_unused
 
 CHECKPOINTING = "eager, checkpointing"
 EARLY = "level 1, early updates"
+EQUAL = "checkpointing's peak, early"
+SETTLING = 3
+"""Steps before those that are timed: one compiles, the pools grow in the next, and in the third ort_accel measures its
+own peak, with pools that it has emptied."""
 MIB = 2**20
 
 CASES = {
@@ -48,8 +54,8 @@ class Way:
     """Each parameter is updated within the backward."""
 
     @property
-    def budget(self) -> float | None:
-        """The share of the peak that it may take."""
+    def budget(self) -> float | str | None:
+        """The share of the peak that it may take, or a size."""
         return self.memory.get("budget") if self.memory else None
 
     def prepare(self, model: nn.Module) -> None:
@@ -99,8 +105,8 @@ class Figures:
 
 
 def measure(way: Way, workload: Workload, steps: int, threads: int) -> Figures:
-    """Steps with AdamW in this process: one that compiles, those that are timed, and one that begins with empty pools,
-    whose memory is measured."""
+    """Steps with AdamW in this process: those in which all settles, those that are timed, and one that begins with
+    empty pools, whose memory is measured."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
     model, batch = build(workload), batch_of(workload)
@@ -112,6 +118,8 @@ def measure(way: Way, workload: Workload, steps: int, threads: int) -> Figures:
         loss = _step(model, batch, optimizer)
     except OrtAccelError as error:
         return Figures(refused=str(error))
+    for _ in range(SETTLING - 1 if steps else 0):
+        _step(model, batch, optimizer)
     times = [_seconds(model, batch, optimizer) for _ in range(steps)]
     in_use, grown = _grown(model, batch, optimizer)
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -122,7 +130,9 @@ def measure(way: Way, workload: Workload, steps: int, threads: int) -> Figures:
 
 def _foreseen(figures: Figures, way: Way, model: nn.Module) -> Figures:
     graph = list(ort_accel.report(model).memory.values())[-1]
-    budget = way.budget * graph.frontier[0].bytes if way.budget is not None else None
+    budget = (
+        bytes_in(way.budget) if isinstance(way.budget, str) else way.budget and way.budget * graph.frontier[0].bytes
+    )
     return replace(figures, stash=graph.stash, predicted=graph.frontier[-1].bytes, budget=budget)
 
 
@@ -155,6 +165,11 @@ def _grown(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> 
     return used, most - base
 
 
+def within(peak: int) -> Way:
+    """Updates parameters within the backward, and may take this peak. Predictions were right within 2 %."""
+    return Way(EQUAL, {"budget": f"{int(0.98 * peak) >> 10}KiB"}, steps_early=True)
+
+
 class Bench:
     """Measures each way once, in a process of its own, and writes down what is known so far."""
 
@@ -167,7 +182,7 @@ class Bench:
     def run(self, way: Way) -> None:
         """Measure a way. A budget below one that was refused would be refused, too."""
         refused = next((item for item in self.found.values() if item.refused), None)
-        if way.budget is None or refused is None:
+        if not isinstance(way.budget, float) or refused is None:
             self.found[way.name] = self._alone(way, self.workload, self._steps)
         else:
             self.found[way.name] = refused
@@ -226,8 +241,11 @@ def memory(
     shares = sorted(map(float, filter(None, budgets.split(","))), reverse=True)
     bench = Bench(workload, steps, cores, json_file)
     typer.echo(f"{workload}, {cores} threads")
-    for way in [*ways, *(Way(f"ort_accel, budget {share}", {"budget": share}) for share in shares)]:
+    for way in ways:
         bench.run(way)
+    bench.run(within(bench.found[CHECKPOINTING].peak))
+    for share in shares:
+        bench.run(Way(f"ort_accel, budget {share}", {"budget": share}))
     for way in ways[1:] if largest else ():
         if way.name in (CHECKPOINTING, EARLY, last.name):
             bench.find_largest(way)

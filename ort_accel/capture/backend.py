@@ -41,7 +41,6 @@ from ort_accel.lowering.program import Program
 from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.logs import configure, speaks
 from ort_accel.observe.memory_watch import MemoryWatch
-from ort_accel.observe.process_memory import keep_freed_blocks, return_free_memory, return_large_blocks
 from ort_accel.observe.progress import Progress
 from ort_accel.observe.report_file import ReportFile
 from ort_accel.recompute.gradients import gradients_of
@@ -52,6 +51,13 @@ from ort_accel.reporting import Report
 from ort_accel.rewrite.pipeline import NothingToSkip, Proposal, propose, unread_outputs
 from ort_accel.runtime.cache import ModelCache, ModelKeys
 from ort_accel.runtime.flavor import Flavor
+from ort_accel.runtime.freed_memory import (
+    JOINING,
+    hold_little,
+    joins_freed_blocks,
+    keep_freed_blocks,
+    return_free_memory,
+)
 from ort_accel.runtime.host_memory import host_memory
 from ort_accel.runtime.journal import CrashJournal
 from ort_accel.runtime.leaves import Leaves
@@ -223,8 +229,8 @@ class Backend:
         wished, frugal = self.config.observe.memory_stats, self.config.memory.frugal
         if not self.place.is_cuda:
             if self.config.memory.budget is not None:
-                return_large_blocks()
-            elif not frugal:
+                self._hold_little()
+            elif joins_freed_blocks() or not frugal:
                 self._keeps_memory = keep_freed_blocks()
         if not wished and not frugal:
             return None
@@ -232,6 +238,13 @@ class Backend:
         watch = MemoryWatch(self.report, release_unused, prints, frugal)
         finalize(self, watch.close)
         return watch
+
+    def _hold_little(self) -> None:
+        if hold_little() and not joins_freed_blocks():
+            self.report.note(
+                "memory.budget: each block of 1 MiB or more goes back to the system as it is freed, and is taken anew; "
+                f"steps are faster with GLIBC_TUNABLES={JOINING} in the environment, or on glibc 2.39 or newer"
+            )
 
     def serves(self, config: Config, device: torch.device) -> bool:
         """Whether this is what a model on a device needs for a configuration."""

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from ort_accel.cli.accelerate_file import AccelerateFile
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import usable_config
+from ort_accel.runtime.freed_memory import JOINING, joins_freed_blocks
 
 RUNNER = "ort_accel.run"
 PROGRAM = "ort-accel launch"
@@ -106,16 +107,24 @@ def _put_runner_in_front(args: Namespace, config_file: str | None) -> None:
 
 
 def _settle_cpus(args: Namespace, file: AccelerateFile | None) -> None:
-    """Threads for processes on CPUs, and torchrun to start several of them, where accelerate would need mpirun."""
+    """Threads and memory for processes on CPUs, and torchrun to start several, where accelerate would need mpirun."""
     multi_cpu = file is not None and file.is_multi_cpu
     if args.mpirun_hostfile is not None or not (args.cpu or multi_cpu):
         return
     processes = args.num_processes or (file.processes if file and multi_cpu else 1)
     if args.num_cpu_threads_per_process is None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
+    _leave_no_gaps()
     if processes > 1:
         args.cpu, args.multi_gpu, args.num_processes = False, True, processes
         os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
+def _leave_no_gaps() -> None:
+    """Let glibc join freed blocks in the processes to be started, unless somebody has told it about its cache."""
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if not joins_freed_blocks() and JOINING.partition("=")[0] not in tunables:
+        os.environ["GLIBC_TUNABLES"] = f"{tunables}:{JOINING}".lstrip(":")
 
 
 def _launched(args: Namespace) -> int:

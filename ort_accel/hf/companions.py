@@ -40,7 +40,7 @@ def tell_of_companions(told: Told) -> None:
     def prepare_model(
         self: Accelerator, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        prepared = original(self, model, device_placement, evaluation_mode)
+        prepared: nn.Module = original(self, model, device_placement, evaluation_mode)
         owner = _OWNERS.get(self)
         if evaluation_mode and owner is not None and (trainer := owner()) is not None:
             told(trainer, prepared)

@@ -7,12 +7,10 @@ so that the most of the whole process stays known.
 from __future__ import annotations
 
 import ctypes
-import os
-from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+
+from ort_accel.runtime.freed_memory import of_c_library
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -44,59 +42,6 @@ def most_before_reset() -> int:
     return _before_reset[0]
 
 
-def return_free_memory() -> None:
-    """Let the C library give back what it keeps of freed memory, where it can."""
-    if (trim := _of_c_library("malloc_trim")) is not None:
-        trim(0)
-
-
-@cache
-def _of_c_library(name: str) -> Any:
-    """A function that only some C libraries have; None where this one has not."""
-    with suppress(OSError, AttributeError, TypeError):  # Windows cannot look at what is loaded already
-        return getattr(ctypes.CDLL(None), name)
-    return None
-
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""The numbers of these parameters for glibc's `mallopt`."""
-_LARGEST_IN_HEAP, _NEVER = 32 << 20, -1
-"""The largest value of the second that glibc allows, and for the first that nothing is given back."""
-_TOLD_BY = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
-"""Variables of the environment that tell glibc."""
-LARGE = 2**20
-"""Bytes."""
-
-_promised = [False]
-"""Whether large blocks are to go back at once, for the whole process."""
-
-
-def return_large_blocks() -> bool:
-    """Let the C library give each large block back as soon as it is freed; whether it will.
-
-    By itself glibc raises the size from which on it does that up to 32 MiB, and keeps smaller ones for later. It takes
-    time to get memory anew, so this is for those who have promised to hold little.
-    """
-    _promised[0] = True
-    return _set_thresholds(LARGE, 2 * LARGE)  # twice as much, as glibc keeps it by itself
-
-
-def keep_freed_blocks() -> bool:
-    """Let the C library keep what a step frees for the next one; whether it will.
-
-    By itself glibc gives the end of its memory back whenever more than twice the largest block is free there. A step
-    then takes it anew, page by page: 15,000 pages in each step of a masked language model took 100 ms of 740 on two
-    virtual cores. It is left as it is where somebody has told it what to do, and where little is to be held.
-    """
-    told = any(name in os.environ for name in _TOLD_BY) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    return not told and not _promised[0] and _set_thresholds(_LARGEST_IN_HEAP, _NEVER)
-
-
-def _set_thresholds(mmap: int, trim: int) -> bool:
-    tell = _of_c_library("mallopt")
-    return tell is not None and bool(tell(_MMAP_THRESHOLD, mmap)) and bool(tell(_TRIM_THRESHOLD, trim))
-
-
 class _Info(ctypes.Structure):
     """What glibc tells of its blocks, `struct mallinfo2`."""
 
@@ -106,7 +51,7 @@ class _Info(ctypes.Structure):
 
 def in_use() -> int | None:
     """Bytes that were asked of the C library and not yet freed; None where it does not tell."""
-    if (ask := _of_c_library("mallinfo2")) is None:
+    if (ask := of_c_library("mallinfo2")) is None:
         return None
     ask.restype = _Info
     info = ask()

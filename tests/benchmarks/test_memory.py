@@ -41,6 +41,13 @@ def test_every_way_makes_the_same_step_and_says_what_it_takes(script):
     assert said[0].startswith("within the peak of eager with checkpointing")
 
 
+def test_a_peak_to_stay_within_is_a_budget_with_early_updates(script):
+    workload = replace(script.CASES["small"], **script.SMALLER)
+    free = script.measure(script.Way("free", {"budget": 1.0}, steps_early=True), workload, 0, 1)
+    found = script.measure(script.within(free.predicted), workload, 0, 1)
+    assert found.predicted <= found.budget == pytest.approx(0.98 * free.predicted, abs=1024)
+
+
 def test_a_budget_that_cannot_be_kept_is_shown_as_such(script):
     workload = replace(script.CASES["small"], **script.SMALLER)
     way = script.Way("ort_accel, budget 0.1", {"budget": 0.1})

@@ -32,7 +32,7 @@ def started(monkeypatch):
 
     monkeypatch.setattr(launching, "launch_command", launch_command)
     monkeypatch.setattr(launching, "default_config_file", "/nowhere/default_config.yaml")
-    for variable in ("ACCELERATE_USE_CPU", "OMP_NUM_THREADS"):
+    for variable in ("ACCELERATE_USE_CPU", "OMP_NUM_THREADS", "GLIBC_TUNABLES"):
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
     return calls
@@ -94,6 +94,23 @@ def test_one_process_on_the_cpu_has_all_threads(started, script, monkeypatch):
     launch("--cpu", script)
     assert not started[0][0].multi_gpu
     assert launching.os.environ["OMP_NUM_THREADS"] == "8"
+
+
+@pytest.mark.parametrize(
+    ("before", "joins", "after"),
+    [
+        (None, False, "glibc.malloc.tcache_count=0"),
+        ("glibc.malloc.perturb=1", False, "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"),
+        ("glibc.malloc.tcache_count=3", False, "glibc.malloc.tcache_count=3"),
+        (None, True, None),
+    ],
+)
+def test_glibc_is_told_to_leave_no_gaps_where_it_would(started, script, monkeypatch, before, joins, after):
+    monkeypatch.setattr(launching, "joins_freed_blocks", lambda: joins)
+    if before is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", before)
+    launch("--cpu", script)
+    assert launching.os.environ.get("GLIBC_TUNABLES") == after
 
 
 @pytest.mark.parametrize(

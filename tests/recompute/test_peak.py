@@ -1,5 +1,6 @@
 """The predicted peak is that of the allocators: what ONNX Runtime's pool holds after a step, and PyTorch's."""
 
+import multiprocessing
 import os
 import resource
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 
 import ort_accel
-from ort_accel.observe.process_memory import in_use, keep_freed_blocks, resident, return_large_blocks
+from ort_accel.observe.process_memory import in_use, resident
 from ort_accel.recompute import optimizer
+from ort_accel.runtime import freed_memory
+from ort_accel.runtime.freed_memory import JOINING, hold_little, joins_freed_blocks, keep_freed_blocks
 from ort_accel.runtime.pool import release_unused
 from tests.against_eager import step
 from tests.forked import START
@@ -73,8 +76,8 @@ def test_a_level_leaves_nothing_unused_in_the_pool_behind_the_backward():
 
 
 def give_back(results):
-    """Whether large blocks can be given back at once, and by how much freeing some makes the process smaller."""
-    can = return_large_blocks()
+    """Whether large blocks are given back at once, and by how much freeing some makes the process smaller."""
+    can = hold_little() and not joins_freed_blocks()
     blocks = [torch.ones(2**20) for _ in range(8)]
     last, before = torch.ones(2**10), resident()
     del blocks
@@ -88,7 +91,7 @@ def test_large_blocks_go_back_at_once_under_a_budget():
     can, freed, total = results.get(timeout=900)
     process.join()
     if not can:
-        pytest.skip("this C library cannot be told")
+        pytest.skip("this C library cannot be told, or need not be")
     assert freed > 0.9 * 8 * 2**22
     assert total == 2**10
 
@@ -97,7 +100,7 @@ def take_again(results, variables, promise):
     """Whether freed memory is kept, and how many pages it takes to write to as much of it again."""
     os.environ.update(variables)
     if promise:
-        return_large_blocks()
+        hold_little()
     kept = keep_freed_blocks()
     pages = 0
     for _ in range(2):
@@ -117,6 +120,47 @@ def in_a_process_of_its_own(variables, promise=False):
     return found
 
 
+def blocks_of(results, size):
+    """How many pages it takes to write to freed blocks of a size again, where little is to be held."""
+    can = hold_little()
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [torch.ones(size // 4) for _ in range(4)]
+        del blocks
+    results.put((can and joins_freed_blocks(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before))
+
+
+@pytest.mark.parametrize(("size", "stays"), [(4 << 20, True), (24 << 20, False)])
+def test_where_freed_blocks_are_joined_a_budget_keeps_those_that_are_not_very_large(size, stays, monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", JOINING)
+    anew = multiprocessing.get_context("spawn")  # glibc reads it when a program begins
+    results = anew.Queue()
+    process = anew.Process(target=blocks_of, args=(results, size))
+    process.start()
+    can, pages = results.get(timeout=900)
+    process.join()
+    if not can:
+        pytest.skip("this C library cannot be told")
+    assert (pages < size / 4096 / 10) is stays
+
+
+@pytest.mark.parametrize(
+    ("version", "tunables", "joins"),
+    [
+        ("glibc 2.36", "", False),
+        ("glibc 2.36", f"glibc.malloc.trim_threshold=1:{JOINING}", True),
+        ("glibc 2.36", "glibc.malloc.tcache_count=07", False),
+        ("glibc 2.39", "", True),
+        ("glibc 2.4", "", False),
+        ("", "", False),
+    ],
+)
+def test_whether_freed_blocks_are_joined_is_known_by_version_and_tunable(version, tunables, joins, monkeypatch):
+    monkeypatch.setattr(freed_memory.os, "confstr", lambda _: version)
+    monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+    assert joins_freed_blocks.__wrapped__() is joins
+
+
 PAGES = 16 * 2**22 // 4096
 
 
@@ -132,7 +176,7 @@ def test_freed_memory_is_kept_for_the_next_step_where_none_is_to_be_saved():
     [
         ({"MALLOC_TRIM_THRESHOLD_": "1000000"}, False),
         ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1000000"}, False),
-        ({}, True),
+        pytest.param({}, True, marks=pytest.mark.skipif(joins_freed_blocks(), reason="keeps what it can use again")),
     ],
     ids=["by a variable", "by a tunable", "by a promise"],
 )
