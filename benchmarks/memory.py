@@ -130,9 +130,9 @@ def measure(way: Way, workload: Workload, steps: int, threads: int) -> Figures:
 
 def _foreseen(figures: Figures, way: Way, model: nn.Module) -> Figures:
     graph = list(ort_accel.report(model).memory.values())[-1]
-    budget = (
-        bytes_in(way.budget) if isinstance(way.budget, str) else way.budget and way.budget * graph.frontier[0].bytes
-    )
+    budget = bytes_in(way.budget) if isinstance(way.budget, str) else way.budget
+    if isinstance(budget, float):
+        budget *= graph.frontier[0].bytes
     return replace(figures, stash=graph.stash, predicted=graph.frontier[-1].bytes, budget=budget)
 
 

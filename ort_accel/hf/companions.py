@@ -50,8 +50,8 @@ def tell_of_companions(told: Told) -> None:
 
 
 def accelerate_companion(model: nn.Module, config: Config) -> bool:
-    """Accelerate a model that is only evaluated; says whether that was done. What runs on a compiler stays so, be it
-    ours: a Trainer prepares its own model, too. The report file and the inspector are for that one alone."""
+    """Accelerate a model that is only evaluated; says whether that was done. What runs on a compiler stays as it is.
+    The report file and the inspector are for the model that is trained."""
     if not config.engine.enabled or isinstance(model, OptimizedModule) or model._compiled_call_impl is not None:
         return False
     observe = config.observe.model_copy(update={"report_file": None})

@@ -31,7 +31,7 @@ class HasMetrics(Protocol):
         """What stands beside the loss in the log."""
 
     def accompany(self, model: Any, companion: Any) -> None:
-        """Another model is about to be evaluated beside the one that is trained, or that one itself."""
+        """A model is about to be evaluated: another one than is trained, or that one itself."""
 
 
 @cache

@@ -1,5 +1,7 @@
 """Models that a Trainer has prepared for evaluation: on ONNX Runtime where the Trainer has the callback, else not."""
 
+import copy
+
 import pytest
 import torch
 from transformers import Trainer
@@ -22,12 +24,15 @@ def prepared(trainer, model):
     return model
 
 
-def test_a_companion_gives_what_it_gave(tmp_path):
+@torch.no_grad()
+def test_a_companion_gives_what_it_gave_also_with_other_weights(tmp_path):
     main, model = trainer(tmp_path, ORTAccelCallback(QUIET)), llama().eval()
-    ids = torch.randint(3, 32, (2, 7))
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-        torch.testing.assert_close(prepared(main, model)(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+    plain, ids = copy.deepcopy(model), torch.randint(3, 32, (2, 7))
+    prepared(main, model)
+    for _ in range(2):
+        torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+        for parameter in (*model.parameters(), *plain.parameters()):
+            parameter.data.mul_(0.9)  # behind autograd's back, as TRL brings a reference up to date
     assert any(segment.graph.startswith("inference") for segment in ort_accel.report(model).segments)
     assert "a LlamaForCausalLM that is only evaluated beside this model runs there, too" in (
         ort_accel.report(main.model).notes
@@ -41,6 +46,12 @@ def test_it_writes_no_report_of_its_own_and_looks_at_no_batches(tmp_path):
     assert found.observe.report_file is None
     assert not found.density.inspect
     assert config_of(main.model).observe.report_file is not None
+
+
+def test_the_trained_model_stays_restored(tmp_path):
+    main = trainer(tmp_path, ORTAccelCallback(QUIET))
+    ort_accel.restore(main.model)
+    assert config_of(prepared(main, main.model)) is None
 
 
 @pytest.mark.parametrize("callbacks", [[], [{"engine": {"enabled": False}}]], ids=["no callback", "switched off"])
