@@ -30,7 +30,7 @@ def _figures(result: Result) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     headings = ("step, ms", "quartiles", "fastest", "times ort_accel's", "95 % interval", "GFLOP/s")
     table.add_column("")
-    for heading in (*headings, "first step, s", "peak MiB: first", "later"):
+    for heading in (*headings, "first step, s", "peak MiB: first", "later", "in use"):
         table.add_column(heading, justify="right")
     for name, times in result.times.items():
         ratio = result.ratios.get(name)
@@ -48,7 +48,7 @@ def _figures(result: Result) -> Table:
     return table
 
 
-_FRESH = (("cold_seconds", 1), ("first_step_mib", 0), ("later_steps_mib", 0))
+_FRESH = (("cold_seconds", 1), ("first_step_mib", 0), ("later_steps_mib", 0), ("in_use_mib", 0))
 
 
 def _number(value: Any, digits: int) -> str:
