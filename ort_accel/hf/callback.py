@@ -125,7 +125,8 @@ class ORTAccelCallback(TrainerCallback):
 
     def accompany(self, model: nn.Module, companion: nn.Module) -> None:
         """Run a model on ONNX Runtime, too, that is evaluated beside the one that is trained."""
-        if companion is not model and accelerate_companion(companion, self.config):
+        name = f"companion_{len(self._companions)}"
+        if companion is not model and accelerate_companion(companion, self.config, name):
             self._companions.add(companion)
             kind = type(companion).__name__
             report_of(model, self.config).note(f"a {kind} that is only evaluated beside this model runs there, too")

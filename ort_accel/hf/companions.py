@@ -49,12 +49,13 @@ def tell_of_companions(told: Told) -> None:
     Accelerator.prepare_model = prepare_model
 
 
-def accelerate_companion(model: nn.Module, config: Config) -> bool:
+def accelerate_companion(model: nn.Module, config: Config, name: str) -> bool:
     """Accelerate a model that is only evaluated; says whether that was done. What runs on a compiler stays as it is.
-    The report file and the inspector are for the model that is trained."""
+    The report file and the inspector are for the model that is trained, and files of ONNX models get this name."""
     if not config.engine.enabled or isinstance(model, OptimizedModule) or model._compiled_call_impl is not None:
         return False
+    engine = config.engine.model_copy(update={"onnx_prefix": f"{config.engine.onnx_prefix}_{name}"})
     observe = config.observe.model_copy(update={"report_file": None})
     density = config.density.model_copy(update={"inspect": False})
-    ort_accel.accelerate(model, config.model_copy(update={"observe": observe, "density": density}))
+    ort_accel.accelerate(model, config.model_copy(update={"engine": engine, "observe": observe, "density": density}))
     return True

@@ -1,6 +1,7 @@
 """Models that a Trainer has prepared for evaluation: on ONNX Runtime where the Trainer has the callback, else not."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -46,6 +47,16 @@ def test_it_writes_no_report_of_its_own_and_looks_at_no_batches(tmp_path):
     assert found.observe.report_file is None
     assert not found.density.inspect
     assert config_of(main.model).observe.report_file is not None
+
+
+def test_models_that_are_saved_have_names_of_their_own(tmp_path):
+    config = {**QUIET, "engine": {"save_onnx": str(tmp_path / "onnx"), "onnx_prefix": "mine"}}
+    main = trainer(tmp_path, ORTAccelCallback(config))
+    for model in (main.model, prepared(main, llama())):
+        with torch.no_grad():
+            model(input_ids=torch.randint(3, 32, (2, 7)))
+    names = {re.split("_inference", file.name)[0] for file in (tmp_path / "onnx").glob("*.onnx")}
+    assert names == {"mine", "mine_companion_0"}
 
 
 def test_the_trained_model_stays_restored(tmp_path):
