@@ -39,6 +39,13 @@ from ort_accel.lowering.lower_graph import Lowering, foreseen, lower_graph
 from ort_accel.lowering.nodes import find_numbers_from_data
 from ort_accel.lowering.program import Program
 from ort_accel.observe.density import DensityInspector
+from ort_accel.observe.freed_memory import (
+    JOINING,
+    hold_little,
+    joins_freed_blocks,
+    keep_freed_blocks,
+    return_free_memory,
+)
 from ort_accel.observe.logs import configure, speaks
 from ort_accel.observe.memory_watch import MemoryWatch
 from ort_accel.observe.progress import Progress
@@ -51,13 +58,6 @@ from ort_accel.reporting import Report
 from ort_accel.rewrite.pipeline import NothingToSkip, Proposal, propose, unread_outputs
 from ort_accel.runtime.cache import ModelCache, ModelKeys
 from ort_accel.runtime.flavor import Flavor
-from ort_accel.runtime.freed_memory import (
-    JOINING,
-    hold_little,
-    joins_freed_blocks,
-    keep_freed_blocks,
-    return_free_memory,
-)
 from ort_accel.runtime.host_memory import host_memory
 from ort_accel.runtime.journal import CrashJournal
 from ort_accel.runtime.leaves import Leaves

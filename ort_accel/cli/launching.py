@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from ort_accel.cli.accelerate_file import AccelerateFile
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import usable_config
-from ort_accel.runtime.freed_memory import JOINING, joins_freed_blocks
+from ort_accel.observe.freed_memory import JOINING, joins_freed_blocks
 
 RUNNER = "ort_accel.run"
 PROGRAM = "ort-accel launch"

@@ -13,10 +13,10 @@ from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
+from ort_accel.observe.freed_memory import return_free_memory
 from ort_accel.observe.logs import rank
 from ort_accel.observe.process_memory import MostInUse, in_use, reset_peak, resident
 from ort_accel.reporting import MeasuredPeak, Report
-from ort_accel.runtime.freed_memory import return_free_memory
 
 FIRST = 2
 """The first step whose peak is measured; those before capture and compile."""

@@ -10,7 +10,7 @@ import ctypes
 from pathlib import Path
 from threading import Event, Thread
 
-from ort_accel.runtime.freed_memory import of_c_library
+from ort_accel.observe.freed_memory import of_c_library
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 

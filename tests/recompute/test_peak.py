@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import ort_accel
+from ort_accel.observe import freed_memory
+from ort_accel.observe.freed_memory import JOINING, hold_little, joins_freed_blocks, keep_freed_blocks
 from ort_accel.observe.process_memory import in_use, resident
 from ort_accel.recompute import optimizer
-from ort_accel.runtime import freed_memory
-from ort_accel.runtime.freed_memory import JOINING, hold_little, joins_freed_blocks, keep_freed_blocks
 from ort_accel.runtime.pool import release_unused
 from tests.against_eager import step
 from tests.forked import START
@@ -123,7 +123,7 @@ def in_a_process_of_its_own(variables, promise=False):
 def blocks_of(results, size):
     """How many pages it takes to write to freed blocks of a size again, where little is to be held."""
     can = hold_little()
-    for _ in range(2):
+    for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         blocks = [torch.ones(size // 4) for _ in range(4)]
         del blocks
@@ -141,7 +141,7 @@ def test_where_freed_blocks_are_joined_a_budget_keeps_those_that_are_not_very_la
     process.join()
     if not can:
         pytest.skip("this C library cannot be told")
-    assert (pages < size / 4096 / 10) is stays
+    assert (pages < 2 * size / 4096) is stays  # of four blocks
 
 
 @pytest.mark.parametrize(
