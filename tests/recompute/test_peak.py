@@ -84,12 +84,18 @@ def give_back(results):
     results.put((can, before - resident(), float(last.sum())))
 
 
-def test_large_blocks_go_back_at_once_under_a_budget():
-    results = START.Queue()
-    process = START.Process(target=give_back, args=(results,))  # where no free memory of other tests lies between
+def asked(context, function, *args):
+    """What a function puts into its queue in a process of its own, where no free memory of other tests lies between."""
+    results = context.Queue()
+    process = context.Process(target=function, args=(results, *args))
     process.start()
-    can, freed, total = results.get(timeout=900)
+    found = results.get(timeout=900)
     process.join()
+    return found
+
+
+def test_large_blocks_go_back_at_once_under_a_budget():
+    can, freed, total = asked(START, give_back)
     if not can:
         pytest.skip("this C library cannot be told, or need not be")
     assert freed > 0.9 * 8 * 2**22
@@ -102,43 +108,29 @@ def take_again(results, variables, promise):
     if promise:
         hold_little()
     kept = keep_freed_blocks()
-    pages = 0
-    for _ in range(2):
+    results.put((kept, pages_written_again(2, 16, 2**22)))
+
+
+def pages_written_again(rounds, count, size):
+    """How many pages the last round takes that writes to so many blocks of a size and frees them."""
+    for _ in range(rounds):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        blocks = [torch.ones(2**20) for _ in range(16)]
+        blocks = [torch.ones(size // 4) for _ in range(count)]
         del blocks
-        pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    results.put((kept, pages))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-def in_a_process_of_its_own(variables, promise=False):
-    results = START.Queue()
-    process = START.Process(target=take_again, args=(results, variables, promise))
-    process.start()
-    found = results.get(timeout=900)
-    process.join()
-    return found
-
-
-def blocks_of(results, size):
-    """How many pages it takes to write to freed blocks of a size again, where little is to be held."""
-    can = hold_little()
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        blocks = [torch.ones(size // 4) for _ in range(4)]
-        del blocks
-    results.put((can and joins_freed_blocks(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before))
+def hold_little_of(results, size):
+    """The same for blocks of a size, where little is to be held."""
+    can = hold_little() and joins_freed_blocks()
+    results.put((can, pages_written_again(5, 4, size)))
 
 
 @pytest.mark.parametrize(("size", "stays"), [(4 << 20, True), (24 << 20, False)])
 def test_where_freed_blocks_are_joined_a_budget_keeps_those_that_are_not_very_large(size, stays, monkeypatch):
     monkeypatch.setenv("GLIBC_TUNABLES", JOINING)
     anew = multiprocessing.get_context("spawn")  # glibc reads it when a program begins
-    results = anew.Queue()
-    process = anew.Process(target=blocks_of, args=(results, size))
-    process.start()
-    can, pages = results.get(timeout=900)
-    process.join()
+    can, pages = asked(anew, hold_little_of, size)
     if not can:
         pytest.skip("this C library cannot be told")
     assert (pages < 2 * size / 4096) is stays  # of four blocks
@@ -165,7 +157,7 @@ PAGES = 16 * 2**22 // 4096
 
 
 def test_freed_memory_is_kept_for_the_next_step_where_none_is_to_be_saved():
-    kept, pages = in_a_process_of_its_own({})
+    kept, pages = asked(START, take_again, {}, False)
     if not kept:
         pytest.skip("this C library cannot be told")
     assert pages < PAGES / 10
@@ -181,7 +173,7 @@ def test_freed_memory_is_kept_for_the_next_step_where_none_is_to_be_saved():
     ids=["by a variable", "by a tunable", "by a promise"],
 )
 def test_what_the_library_was_told_holds(variables, promise):
-    kept, pages = in_a_process_of_its_own(variables, promise)
+    kept, pages = asked(START, take_again, variables, promise)
     assert not kept
     assert not promise or pages > PAGES / 2
 
