@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_accel.lowering import added_rows
 from ort_accel.lowering.checks_of_numbers import check
 from ort_accel.lowering.embedding_gradient import embedding_gradient
 from ort_accel.lowering.fuse.cross_entropy import JOINED, pooled_cross_entropy_gradient
@@ -27,6 +28,8 @@ OTHERWISE: dict[Any, Any] = {
     aten._unsafe_view.default: aten.reshape.default,
     aten._assert_async.msg: check,
     aten._assert_scalar.default: check,
+    aten.index_put.default: added_rows.index_put,
+    aten._unsafe_index_put.default: added_rows.index_put,
 }
 """What is called in place of an operator. Tensors from ONNX Runtime are contiguous where eager's may not be, so that a
 plain view can be impossible."""

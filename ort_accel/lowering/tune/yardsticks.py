@@ -7,16 +7,17 @@ either side, when the first graph needs to know, and holds for all sizes of it i
 
 from __future__ import annotations
 
+import itertools
 import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import starmap
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_map_only
 
 from ort_accel.lowering.flops import flops
 from ort_accel.lowering.nodes import fakes_in
@@ -70,6 +71,11 @@ def _norm_backward() -> Calls:
     return [(_rows(), _rows(), [WIDTH], _rows(ROWS, 1), _rows(ROWS, 1), _rows(WIDTH), _rows(WIDTH), [True, True, True])]
 
 
+def _slices_backward() -> Calls:
+    """Of one half of each row, and of every other number, as of halves that lie next to each other and in turns."""
+    return [(_rows(ROWS, WIDTH), [ROWS, 2 * WIDTH], 1, 0, *more) for more in ((WIDTH, 1), (2 * WIDTH, 2))]
+
+
 CALLS: dict[Any, Callable[[], Calls]] = {
     aten.mm.default: _products,
     aten.bmm.default: _grouped_products,
@@ -84,10 +90,24 @@ CALLS: dict[Any, Callable[[], Calls]] = {
     aten.native_layer_norm_backward.default: _norm_backward,
     aten._softmax.default: lambda: [(_rows(), -1, False)],
     aten._softmax_backward_data.default: lambda: [(_rows(), _rows(), -1, torch.float32)],
+    aten.div.Tensor: lambda: [(_rows(), _rows())],
+    aten.pow.Tensor_Scalar: lambda: [(_rows(), 2)],
+    aten.exp.default: lambda: [(_rows(),)],
+    aten.tanh.default: lambda: [(_rows(),)],
+    aten.sigmoid.default: lambda: [(_rows(),)],
+    aten.clamp.default: lambda: [(_rows(), -0.05, 0.05)],
+    aten.mean.dim: lambda: [(_rows(), [-1], True)],
+    aten.amax.default: lambda: [(_rows(), [-1], True)],
+    aten.max.dim: lambda: [(_rows(), -1, True)],
+    aten.where.self: lambda: [(_rows() > 0, _rows(), _rows())],
+    aten.masked_fill.Scalar: lambda: [(_rows(), _rows() > 0, 0.0)],
+    aten.cat.default: lambda: [([_rows(), _rows()], -1)],
+    aten.scatter.src: lambda: [(_rows(), -1, torch.zeros(ROWS, 1, dtype=torch.int64), _rows(ROWS, 1))],
+    aten.slice_backward.default: _slices_backward,
 }
 """Calls of each operator, in single precision, large enough for all threads."""
 
-LIKE = {aten.addmm.default: aten.mm.default}
+LIKE = {aten.addmm.default: aten.mm.default, aten.sub.Tensor: aten.add.Tensor}
 """Operators that take as long as others."""
 
 
@@ -186,15 +206,14 @@ def _last_of(run: Callable[[], object], in_a_row: int) -> float:
 def call_of(target: Any, arguments: Sequence[Any]) -> tuple[fx.GraphModule, fx.Node]:
     """A graph that calls an operator with these arguments, and the call in it."""
     graph = fx.Graph()
+    names = map("given_{}".format, itertools.count())
 
-    def given(position: int, argument: Any) -> Any:
-        if not isinstance(argument, Tensor):
-            return argument
-        node = graph.placeholder(f"given_{position}")
-        node.meta["val"] = argument
+    def given(tensor: Tensor) -> fx.Node:
+        node = graph.placeholder(next(names))
+        node.meta["val"] = tensor
         return node
 
-    node = graph.call_function(target, tuple(starmap(given, enumerate(arguments))))
+    node = graph.call_function(target, tree_map_only(Tensor, given, tuple(arguments)))
     node.meta["val"] = results = target(*arguments)
     if isinstance(results, tuple):
         for number, result in enumerate(results):
