@@ -23,7 +23,7 @@ Formula = Callable[..., int]
 
 def flops(node: fx.Node) -> int:
     """The estimated floating point operations of a node; 0 for operators whose time is not spent computing."""
-    formula = FORMULAS.get(getattr(node.target, "overloadpacket", None))
+    formula = FORMULAS.get(getattr(node.target, "overloadpacket", None)) or OF_OTHERS.get(str(node.target))
     if formula is None:
         return 0
     arguments = fx.map_arg(node.args, lambda argument: shapes(argument.meta.get("val")))
@@ -130,3 +130,9 @@ FORMULAS: dict[Any, Formula] = {
     own.scaled_dot_product_of_rows_backward: _of_rows_backward,
 }
 """Operators whose arithmetic counts, by name without overload."""
+
+OF_OTHERS: dict[str, Formula] = {
+    "transformers.grouped_mm_fallback.default": _grouped_product,
+    "transformers.grouped_mm_fallback_backward.default": lambda *given, **_: 2 * _grouped_product(*given),
+}
+"""Those of transformers, which are there once it is loaded."""

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from ort_accel.lowering.nodes import CHECKS, is_part, is_view, op_name, returned, user_line, writes
 from ort_accel.lowering.sizes import expression
+from ort_accel.rewrite.experts import experts
 from ort_accel.rewrite.gradients import has_gradient
 from ort_accel.rewrite.in_place import written
 from ort_accel.rewrite.known import known_in_front
@@ -102,13 +103,13 @@ class _Search:
         if step and isinstance(step[1], Some):
             self._read[node.args[0]].append(step[1])
             return
-        how = passage(node, demand.dims)
+        how = experts(node, demand.dims, passage) or passage(node, demand.dims)
         if how is None:
             self._found.of[node] = stop = Everything(f"{op_name(node)}{place_of(node)}")
             self._everything(node, stop)
             return
         self._found.passages[node] = how
-        for given in node.all_input_nodes:
+        for given in {**dict.fromkeys(node.all_input_nodes), **how.needs, **dict.fromkeys(how.reads)}:
             if given in how.unread:
                 continue
             needed = how.needs.get(given)

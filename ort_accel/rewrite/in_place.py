@@ -15,6 +15,9 @@ aten = torch.ops.aten
 MAY_GIVE_BACK = {aten.type_as.default, aten.einsum.default}
 """Operators that may return a tensor that they were given, although they do not say so."""
 
+WRITES_PLACES = {aten.index_put.default, aten.scatter.src, aten.scatter.value}
+"""Operators that do not compute element by element and yet may work on some rows."""
+
 DROPOUTS = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}
 """Which do so as well where they drop nothing."""
 
@@ -30,8 +33,19 @@ def written(graph: fx.Graph) -> set[fx.Node]:
 
 def _owner(node: fx.Node, owner: dict[fx.Node, fx.Node]) -> fx.Node:
     """The node that made the memory that a node's value lies in."""
+    if is_part(node) and _gives_new_parts(node.args[0]):
+        return node
     looks = node.op == "call_function" and (is_view(node) or is_part(node) or is_in_place(node) or _gives_back(node))
     return owner[node.all_input_nodes[0]] if looks and node.all_input_nodes else node
+
+
+def _gives_new_parts(whole: Any) -> bool:
+    """Whether a node makes several tensors, each in memory of its own: `topk`, but not `split`. Of lists of tensors
+    some operators do not say what these share (`meshgrid`)."""
+    schema = getattr(whole.target, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return False
+    return all(made.alias_info is None and isinstance(made.type, torch.TensorType) for made in schema.returns)
 
 
 def is_in_place(node: fx.Node) -> bool:
@@ -87,7 +101,9 @@ def _making_new(node: fx.Node) -> torch._ops.OpOverload | None:
     target: Any = node.target
     packet = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
     found = getattr(packet, target._overloadname, None)
-    if found is None or found._schema.is_mutable or is_random(node) or torch.Tag.pointwise not in found.tags:
+    if found is None or found._schema.is_mutable or is_random(node):
+        return None
+    if torch.Tag.pointwise not in found.tags and found not in WRITES_PLACES:
         return None
     args, kwargs = (fx.map_arg(item, lambda given: given.meta.get("val")) for item in (node.args, node.kwargs))
     changed = args[0]

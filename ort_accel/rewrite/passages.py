@@ -34,7 +34,11 @@ class Passage:
     """Inputs with rows, and the dimensions along which these lie."""
     make: Callable[[Source], Any]
     unread: frozenset[fx.Node] = frozenset()
-    """Inputs of which no number is read: they are empty, or only lend their type."""
+    """Inputs of which no number is read: they are empty, or only lend their type; or they lie within."""
+    reads: frozenset[fx.Node] = frozenset()
+    """What is read in full that is no input of the node, where several nodes are one step."""
+    within: tuple[fx.Node, ...] = ()
+    """The other nodes of such a step."""
 
 
 Rule = Callable[[fx.Node, Dims], Passage | None]

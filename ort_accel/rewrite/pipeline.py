@@ -98,7 +98,8 @@ def _work(plan: Plan) -> dict[int, float]:
     for node, rows in plan.set_of.items():
         attention = plan.demands.attentions.get(node)
         if node.op == "call_function" and (attention is None or attention.can_run_by_sequence):
-            work[rows.number] += flops(node)
+            how = plan.demands.passages.get(node)
+            work[rows.number] += sum(map(flops, (node, *(how.within if how else ()))))
     return dict(work)
 
 

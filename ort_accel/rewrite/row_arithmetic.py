@@ -147,6 +147,17 @@ def embedding(node: fx.Node, dims: Dims) -> Passage | None:
     return Passage({ids: dims}, make)
 
 
+@RULES.of(aten.topk)
+def largest(node: fx.Node, dims: Dims) -> Passage | None:
+    """The largest numbers of each row, and where they are."""
+    given, count, *more = node.args
+    dim: Any = more[0] if more else -1
+    place = packed_dim(dim % rank_of(given), dims)
+    if node.kwargs or dim % rank_of(given) in dims:
+        return None
+    return of_one(node, dims, lambda source, x: aten.topk.default(x, count, place, *more[1:]))
+
+
 @RULES.of(aten.softmax, aten.log_softmax, aten._softmax, aten._log_softmax, aten.cumsum, aten.glu)
 def along_one_dimension(node: fx.Node, dims: Dims) -> Passage | None:
     rank = rank_of(node)

@@ -3,7 +3,7 @@
 Models do so where they are told to (`attn_implementation="eager"`), where they do more to the scores than a fused
 kernel knows, and where they are older than it. Scores and weights are computed as the model says, for all pairs. But a
 key that the mask hides has a weight of exactly zero, so that what leads to hidden keys and to queries that do not count
-need not be computed.
+need not be computed. Beside the scores of the keys there may be one of none, a "sink", as in GPT-OSS.
 
 Each score may be made of several parts, of which some are made from the query alone, and some from the key: products
 with embeddings of their distance, say. Batch and heads may be one dimension from the products on.
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ort_accel.lowering.nodes import order_of
+from ort_accel.lowering.nodes import is_part, is_view, order_of
 from ort_accel.lowering.sizes import known_equal, same_shape
 from ort_accel.rewrite.padding import Attention, Hiding, Operand
 from ort_accel.rewrite.passages import held_in_full, rank_of, shape_of, value_of
@@ -36,6 +36,8 @@ ON_SCORES = KEEPS_HIDDEN | HIDES | {"sub", "mul", "div", "tanh"}
 
 ON_WEIGHTS = KEEPS_HIDDEN | OTHER_FORM | {"mul", "div", "dropout", "type_as"}
 """Of what is done to weights, what leaves a zero zero."""
+
+LARGEST = {aten.max.dim, aten.amax.default}
 
 PRODUCTS = {aten.matmul.default, aten.bmm.default}
 
@@ -65,11 +67,12 @@ class _Found(NamedTuple):
 def written_out(node: fx.Node) -> Attention | None:
     """The attention whose result this is, if it is one's, on [batch, heads, length, width]."""
     product = _product_of(node)
-    softmax = _softmax_behind(product) if product else None
-    if product is None or softmax is None:
+    behind = _softmax_behind(product) if product else None
+    if product is None or behind is None:
         return None
+    softmax, given, end = behind
     rank = rank_of(softmax)
-    scores = _trace(softmax.args[0], softmax, _Places(rank - 2, rank - 1))
+    scores = _trace(given, end, _Places(rank - 2, rank - 1))
     values = _trace(product.args[1], product, _Places(None, rank_of(product) - 2))
     if scores is None or values is None or len(values.operands) > 1:
         return None
@@ -79,11 +82,11 @@ def written_out(node: fx.Node) -> Attention | None:
     keys = [item for item in operands[:-1] if not item.is_query]
     if not queries or not keys or not _fit(queries[0], value, operands):
         return None
-    if not _is_read_inside(scores, softmax) or not _is_read_inside(values, product):
+    if not _is_read_inside(scores, end) or not _is_read_inside(values, product):
         return None
     if any(not _has_heads_of(item, queries[0].node) for item in (node, softmax, *(step.node for step in scores.steps))):
         return None
-    hides = tuple(_hiding(softmax.args[0], scores))
+    hides = tuple(_hiding(given, scores))
     parts = queries[0].node, keys[0].node, value.node
     return Attention(node, *parts, None, 0.0, False, None, tuple(operands), hides)
 
@@ -101,14 +104,28 @@ def _is_product(node: fx.Node, rank: int) -> bool:
     return node.target in PRODUCTS and all(rank_of(item) == rank for item in node.all_input_nodes)
 
 
-def _softmax_behind(product: fx.Node) -> fx.Node | None:
+class _Behind(NamedTuple):
+    """What gives weights."""
+
+    softmax: fx.Node
+    scores: Any
+    end: fx.Node
+    """What reads the scores."""
+
+
+def _softmax_behind(product: fx.Node) -> _Behind | None:
     """The softmax over keys that gives the weights of a product, through operators that keep each where it is."""
     reader, current = product, product.args[0]
+    kept: fx.Node | None = None
     while isinstance(current, fx.Node) and set(current.users) == {reader}:
         rank = rank_of(current)
         name = _name(current)
-        if name == "softmax":
-            return current if current.args[1] in (-1, rank - 1) else None
+        if name == "softmax" and current.args[1] in (-1, rank - 1):
+            return _beside_a_sink(current, kept) if kept is not None else _Behind(current, current.args[0], current)
+        if name == "slice" and kept is None and _is_first_part(current):
+            reader = kept = current
+            current = current.args[0]
+            continue
         if name not in ON_WEIGHTS:
             return None
         at = _whole_operand(current) if name not in OTHER_FORM else 0
@@ -120,6 +137,42 @@ def _softmax_behind(product: fx.Node) -> fx.Node | None:
             return None
         reader, current = current, current.args[at or 0]
     return None
+
+
+def _is_first_part(node: fx.Node) -> bool:
+    """Whether a slice takes the first ones along the last dimension."""
+    given: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
+    dim, start, _, step = given
+    return dim in (-1, rank_of(node) - 1) and start in (0, None) and step == 1
+
+
+def _beside_a_sink(softmax: fx.Node, kept: fx.Node) -> _Behind | None:
+    """The scores that have a learned one beside them, which no key has: it takes weight, and is dropped with it.
+
+    The largest of each row may be subtracted before, for the sake of what a type can hold.
+    """
+    joined: Any = softmax.args[0]
+    inside = {softmax}
+    if _name(joined) == "sub" and set(joined.users) == inside:
+        whole, largest = joined.args[:2]
+        peak: Any = largest.args[0] if is_part(largest) and largest.args[1] == 0 else largest
+        if peak.target not in LARGEST or peak.args[0] is not whole or joined.kwargs:
+            return None
+        if peak.args[1] not in (-1, [-1], rank_of(whole) - 1, [rank_of(whole) - 1]):
+            return None
+        joined, inside = whole, {joined, peak}
+    if _name(joined) != "cat" or set(joined.users) != inside or len(joined.args) != 2 or len(joined.args[0]) != 2:
+        return None
+    (scores, sink), dim = joined.args
+    is_along = dim in (-1, rank_of(joined) - 1) and known_equal(value_of(scores).shape[-1], value_of(kept).shape[-1])
+    return _Behind(softmax, scores, joined) if is_along and _is_learned(sink) else None
+
+
+def _is_learned(node: Any) -> bool:
+    """Whether a value is nothing but an input in another form."""
+    while isinstance(node, fx.Node) and node.op == "call_function" and is_view(node):
+        node = node.args[0]
+    return isinstance(node, fx.Node) and node.op in {"placeholder", "get_attr"}
 
 
 def _whole_operand(node: fx.Node) -> int | None:

@@ -27,6 +27,8 @@ CLASSES = {"num_labels": 3, "problem_type": "single_label_classification"}
 
 DISTANCES = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "pad_token_id": 0}
 
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
 Batch = dict[str, Any]
 
 
@@ -151,6 +153,20 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[..., Batch]]] = 
     ),
     "mistral": (made("MistralForCausalLM", "MistralConfig", **DECODER | ONE_LAYER, sliding_window=6), causal),
     "qwen2": (made("Qwen2ForCausalLM", "Qwen2Config", **DECODER | ONE_LAYER), causal),
+    "mixtral": (made("MixtralForCausalLM", "MixtralConfig", **DECODER, **EXPERTS), causal),
+    "qwen3, with experts": (
+        made(
+            "Qwen3MoeForCausalLM",
+            "Qwen3MoeConfig",
+            **DECODER,
+            moe_intermediate_size=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+        ),
+        causal,
+    ),
+    "gpt-oss": (made("GptOssForCausalLM", "GptOssConfig", **DECODER, **EXPERTS), causal),
     "t5": (
         made("T5ForConditionalGeneration", "T5Config", **T5 | {"num_layers": 1}),
         sequence_to_sequence,

@@ -46,6 +46,36 @@ def in_place(module: WrittenOut, scores: Tensor, shown: Tensor) -> Tensor:
     return scores.softmax(-1)
 
 
+def beside_a_sink(m: WrittenOut, scores: Tensor, shown: Tensor) -> Tensor:
+    sinks = m.bias[None].expand(len(scores), -1, scores.shape[2], -1)
+    joined = torch.cat([scores + added(shown), sinks], -1)
+    return (joined - joined.max(-1, keepdim=True).values).softmax(-1)[..., :-1]
+
+
+def beside_a_plain_sink(m: WrittenOut, scores: Tensor, shown: Tensor) -> Tensor:
+    sinks = m.bias[None].expand(len(scores), -1, scores.shape[2], -1)
+    return torch.cat([scores + added(shown), sinks], -1).softmax(-1)[..., :-1]
+
+
+def sink_first(m: WrittenOut, scores: Tensor, shown: Tensor) -> Tensor:
+    sinks = m.bias[None].expand(len(scores), -1, scores.shape[2], -1)
+    return torch.cat([sinks, scores + added(shown)], -1).softmax(-1)[..., :-1]
+
+
+def sink_of_scores(m: WrittenOut, scores: Tensor, shown: Tensor) -> Tensor:
+    return torch.cat([scores + added(shown), scores.mean(-1, keepdim=True)], -1).softmax(-1)[..., :-1]
+
+
+def less_than_a_column(m: WrittenOut, scores: Tensor, shown: Tensor) -> Tensor:
+    joined = torch.cat([scores + added(shown), m.bias[None].expand(len(scores), -1, scores.shape[2], -1)], -1)
+    return (joined - joined.amax(-2, keepdim=True)).softmax(-1)[..., :-1]
+
+
+def less_than_another(m: WrittenOut, scores: Tensor, shown: Tensor) -> Tensor:
+    joined = torch.cat([scores + added(shown), m.bias[None].expand(len(scores), -1, scores.shape[2], -1)], -1)
+    return (joined - scores.amax(-1, keepdim=True)).softmax(-1)[..., :-1]
+
+
 SKIPPING: dict[str, Weights] = {
     "mask added": lambda m, scores, shown: (scores * 0.5 + added(shown)).softmax(-1),
     "mask added to": lambda m, scores, shown: (added(shown).expand(-1, -1, scores.shape[2], -1) + scores).softmax(-1),
@@ -62,6 +92,8 @@ SKIPPING: dict[str, Weights] = {
     ),
     "dropout": lambda m, scores, shown: F.dropout((scores + added(shown)).softmax(-1), 0.3),
     "heads weighed": lambda m, scores, shown: (scores + added(shown)).softmax(-1) * m.bias,
+    "a sink beside them": beside_a_sink,
+    "a sink without the largest": beside_a_plain_sink,
     "hidden twice": lambda m, scores, shown: (scores.masked_fill(~shown, low()) + added(shown)).softmax(-1),
 }
 
@@ -73,6 +105,10 @@ READING: dict[str, Weights] = {
     "capped behind": lambda m, scores, shown: ((scores + added(shown)) / 3).tanh().softmax(-1),
     "softmax over queries": lambda m, scores, shown: (scores + added(shown)).softmax(-2),
     "something added to weights": lambda m, scores, shown: (scores + added(shown)).softmax(-1) + 0.1,
+    "a sink in front": sink_first,
+    "a sink made of scores": sink_of_scores,
+    "less the largest of each column": less_than_a_column,
+    "less the largest of others": less_than_another,
     "no softmax": lambda m, scores, shown: scores.masked_fill(~shown, 0.0),
     "weights that are read besides": lambda m, scores, shown: (
         lambda weights: weights * weights.detach().mean()
