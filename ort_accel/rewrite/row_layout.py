@@ -107,6 +107,35 @@ def places(node: fx.Node, dims: Dims) -> Passage | None:
     return of_one(node, dims, lambda source, x: aten.index.Tensor(x, [*before, source.dense(index)]))
 
 
+@RULES.of(aten.scatter)
+def written_places(node: fx.Node, dims: Dims) -> Passage | None:
+    """Of numbers that are written to places of each row, as an index for each row says."""
+    given, wish, index, what = node.args[:4]
+    dim: Any = wish
+    dim %= rank_of(node)
+    parts = [given, index, *([what] if isinstance(what, fx.Node) else [])]
+    if node.target not in WRITTEN or dim in dims or not all(is_full(part, value_of(node), dims) for part in parts):
+        return None
+    place = packed_dim(dim, dims)
+
+    def make(source: Source) -> Tensor:
+        written = source.packed(what) if isinstance(what, fx.Node) else what
+        made: Tensor = node.target(source.packed(given), place, source.packed(index), written)
+        return made
+
+    return Passage(dict.fromkeys(parts, dims), make)
+
+
+WRITTEN = {aten.scatter.src, aten.scatter.value}
+"""Of its forms those that write, and do not reduce."""
+
+
+@RULES.of(aten.zeros_like, aten.ones_like, aten.full_like)
+def constant(node: fx.Node, dims: Dims) -> Passage | None:
+    """The same number everywhere."""
+    return of_one(node, dims, lambda source, x: node.target(x, *node.args[1:], **node.kwargs))
+
+
 @RULES.of(aten.split, aten.split_with_sizes, aten.chunk, aten.unbind)
 def parts(node: fx.Node, dims: Dims) -> Passage | None:
     schema = [argument.name for argument in node.target._schema.arguments]

@@ -82,6 +82,11 @@ APART: dict[str, Layer] = {
     "parts beside nothing": lambda m, x: torch.cat([x[..., :2].sin(), x[..., WIDTH:], x[..., 2:].cos()], -1),
     "a copy in another order": lambda m, x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "detached beside": lambda m, x: x + x.detach().square(),
+    "the largest two, and where": lambda m, x: x.scatter(-1, x.topk(2, -1).indices, -x.topk(2).values),
+    "places that are set": lambda m, x: x.masked_fill(
+        torch.zeros_like(x).scatter_(-1, x.topk(2, sorted=False).indices, 1) > 0, 0.5
+    ),
+    "constants": lambda m, x: x * torch.full_like(x, 2.0) + torch.ones_like(x, dtype=torch.float64).float(),
     "an outer dimension": lambda m, x: (x[:, :, None] * m.scale[:, None]).sum(2),
 }
 
@@ -94,6 +99,8 @@ MIXING: dict[str, Layer] = {
     "rolled": lambda m, x: x + x.roll(1, 1),
     "reversed": lambda m, x: x + x.flip(0),
     "sorted": lambda m, x: x.sort(1).values,
+    "the largest place": lambda m, x: x + x.topk(1, 1).values,
+    "written to places": lambda m, x: x.scatter(1, x.argmax(1, keepdim=True), 0.5),
     "convolution": lambda m, x: F.conv1d(x.transpose(1, 2), m.second.weight[..., None]).transpose(1, 2),
     "attention by hand": lambda m, x: (x @ x.transpose(1, 2)).softmax(-1) @ x,
     "taken twice": lambda m, x: x[:, torch.zeros(x.shape[1], dtype=torch.long)] + x,
