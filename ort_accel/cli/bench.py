@@ -17,6 +17,7 @@ class ModelName(StrEnum):
     BERT_MLM = "bert-mlm"
     GPT2 = "gpt2"
     LLAMA = "llama"
+    QWEN3_MOE = "qwen3-moe"
     T5 = "t5"
     VIT = "vit"
 

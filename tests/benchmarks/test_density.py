@@ -48,6 +48,7 @@ def test_a_batch_has_the_density_that_was_asked_for_and_rows_of_many_lengths(den
         (Workload("llama", density=0.6, labelled=0.3), (0.6, 0.3)),
         (Workload("llama", density=0.6), (0.6, 0.6)),
         (Workload("gpt2"), (1.0, 1.0)),
+        (Workload("qwen3-moe"), (1.0, 1.0)),
     ],
     ids=str,
 )

@@ -117,6 +117,15 @@ def test_the_judge_sees_a_lost_gradient_and_a_nan():
     assert "classifier.bias is off by inf" in judge.fault(model)
 
 
+def test_the_judge_takes_what_either_of_two_steps_in_eager_mode_gave():
+    workload = tiny()
+    model, batch = build(workload), batch_of(workload)
+    factors = iter([1.0, 2.0, 1.0, 2.0, 3.0])
+    model.classifier.bias.register_hook(lambda gradient: gradient * next(factors))
+    judge = Judge(model, batch, "fp32")
+    assert [judge.fault(model) == "" for _ in range(3)] == [True, True, False]
+
+
 def test_contenders_take_turns_and_no_one_is_always_first():
     order = []
     seconds = in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3, warmup=1)

@@ -14,6 +14,8 @@ from torch import nn
 Batch = dict[str, Any]
 
 CLASSES = 4
+EXPERTS, CHOSEN = 8, 2
+"""In a layer of experts, and of these for each token; each is twice as wide as the model."""
 PATCH = 16
 MASKED = 0.15
 """The share of tokens with a label, in masked language modelling."""
@@ -128,6 +130,24 @@ def _llama(size: Workload) -> nn.Module:
     return hf.LlamaForCausalLM(config)
 
 
+def _qwen3_moe(size: Workload) -> nn.Module:
+    config = hf.Qwen3MoeConfig(
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads or size.heads,
+        moe_intermediate_size=2 * size.hidden,
+        num_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+        norm_topk_prob=True,
+        max_position_embeddings=max(512, size.length),
+        attention_dropout=size.dropout,
+        use_cache=False,
+    )
+    return hf.Qwen3MoeForCausalLM(config)
+
+
 def _t5(size: Workload) -> nn.Module:
     config = hf.T5Config(
         vocab_size=size.vocab,
@@ -226,6 +246,7 @@ MODELS: dict[str, tuple[Callable[[Workload], nn.Module], Callable[[Workload, tor
     "bert-mlm": (lambda size: hf.BertForMaskedLM(_bert_config(size)), _masked),
     "gpt2": (_gpt2, _causal),
     "llama": (_llama, _causal),
+    "qwen3-moe": (_qwen3_moe, _causal),
     "t5": (_t5, _sequence_to_sequence),
     "vit": (_vit, _images),
 }
