@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from ort_accel.lowering.nodes import is_part, is_random, op_name
 from ort_accel.lowering.row_operators import own
 from ort_accel.lowering.sizes import known_equal
+from ort_accel.rewrite.gradients import has_gradient, is_cut_off
 from ort_accel.rewrite.passages import Dims, Passage, Source, rank_of, value_of
 
 aten = torch.ops.aten
@@ -57,7 +58,7 @@ def experts(node: fx.Node, dims: Dims, rule: Rule) -> Passage | None:
     order = _order_behind(taken[1]) if taken else None
     if taken is None or order is None or not _holds_tokens(pairs, order):
         return None
-    found = _Way(order, rule)
+    found = _Way(order, rule, has_gradient(node))
     return found.passage(pairs, taken[0]) if found.follow(taken[0]) else None
 
 
@@ -105,6 +106,7 @@ class _Way:
 
     order: _Order
     rule: Rule
+    has_gradient: bool
     makes: dict[fx.Node, Callable[[_Pairs], Any]] = field(default_factory=dict)
     """How each value that has a row for each pair is made, in an order in which that works."""
     needs: dict[fx.Node, Dims] = field(default_factory=dict)
@@ -115,6 +117,8 @@ class _Way:
         if node in self.makes:
             return True
         if not isinstance(node, fx.Node) or node.op != "call_function" or is_random(node):
+            return False
+        if self.has_gradient and is_cut_off(node):  # all of it is made anew where gradients are recorded
             return False
         make = self._sorted(node) or self._of_tokens(node) or self._of_experts(node) or self._step(node)
         if make is not None:

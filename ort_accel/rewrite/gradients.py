@@ -33,6 +33,12 @@ def has_gradient(node: fx.Node) -> bool:
     return bool(node.meta.get(_MARK))
 
 
+def is_cut_off(node: fx.Node) -> bool:
+    """Whether a node's value has no gradient, although what it is made of has: it is made under `no_grad`."""
+    made = not has_gradient(node) and node.target not in _CUT and _is_floating(node.meta.get("val"))
+    return made and any(map(has_gradient, node.all_input_nodes))
+
+
 def _is_floating(value: Any) -> bool:
     values = value if isinstance(value, tuple | list) else [value]
     return any(isinstance(item, Tensor) and item.is_floating_point() for item in values)

@@ -81,12 +81,19 @@ def in_place(m: Routed, x: Tensor, order: Order) -> Tensor:
     return x * 2
 
 
+def without_gradients(m: Routed, x: Tensor, order: Order) -> Tensor:
+    with torch.no_grad():
+        scale = x.abs().amax(-1, keepdim=True)
+    return F.silu(x) / scale
+
+
 BY_PAIR: dict[str, Middle] = {
     "an activation": lambda m, x, order: F.silu(x),
     "halves": gated,
     "a bias of the expert": lambda m, x, order: F.gelu(x + m.bias[order.numbers]),
     "a bias in place": in_place,
     "a norm": lambda m, x, order: m.norm(x),
+    "something detached": lambda m, x, order: F.silu(x) / x.detach().abs().amax(-1, keepdim=True),
     "another type": lambda m, x, order: x.double().tanh().float(),
     "how many pairs there are in all": lambda m, x, order: x / order.numbers.size(0),
     "a step that is read twice": lambda m, x, order: x * x.sum(-1, keepdim=True),
@@ -100,6 +107,7 @@ ACROSS_PAIRS: dict[str, Middle] = {
     "a value of each place": lambda m, x, order: x + torch.arange(x.size(0))[:, None] / 50,
     "pairs in another order": lambda m, x, order: x + order.back(x),
     "dropout": lambda m, x, order: F.dropout(x, 0.5),
+    "something without gradients": without_gradients,
 }
 
 

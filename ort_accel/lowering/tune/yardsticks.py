@@ -73,7 +73,8 @@ def _norm_backward() -> Calls:
 
 def _slices_backward() -> Calls:
     """Of one half of each row, and of every other number, as of halves that lie next to each other and in turns."""
-    return [(_rows(ROWS, WIDTH), [ROWS, 2 * WIDTH], 1, 0, *more) for more in ((WIDTH, 1), (2 * WIDTH, 2))]
+    count = ROWS // 4
+    return [(_rows(count, WIDTH), [count, 2 * WIDTH], 1, 0, *more) for more in ((WIDTH, 1), (2 * WIDTH, 2))]
 
 
 CALLS: dict[Any, Callable[[], Calls]] = {
