@@ -17,6 +17,7 @@ from ort_accel.rewrite.demand import Wishes
 from ort_accel.rewrite.front import Batch
 from ort_accel.rewrite.pipeline import NothingToSkip, Proposal, propose, unread_outputs
 from tests.against_eager import ATOL, RTOL
+from tests.rewrite.modules import padded
 
 EVERYTHING = Wishes()
 
@@ -102,6 +103,17 @@ def assert_as_eager(eager: nn.Module, ours: Rewritten, *inputs: Any, **named: An
         torch.testing.assert_close(
             got[name], value, rtol=RTOL, atol=ATOL, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def padding_left_out(module: nn.Module) -> Rewritten:
+    """A module on three padded batches, as in eager mode each, on a graph for their real tokens."""
+    ours = Rewritten(module)
+    for lengths in [(2, 5, 9), (9, 1, 4), (3, 3, 8, 6)]:
+        ids, mask = padded(*lengths)
+        assert_as_eager(module, ours, ids, mask)
+        assert (int(mask.sum()), mask.numel()) in ours.kept()
+    assert ours.ran == {"some rows": 3}
+    return ours
 
 
 def outcome(module: nn.Module, call: Callable[..., Any], *inputs: Any, **named: Any) -> dict[str, Tensor | None]:

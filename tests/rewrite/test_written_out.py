@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ort_accel.rewrite.demand import Wishes
 from ort_accel.rewrite.rows import Everything
 from tests.rewrite.modules import Attention, first_tokens, padded
-from tests.rewrite.rewritten import Rewritten, assert_as_eager, rewritten
+from tests.rewrite.rewritten import Rewritten, assert_as_eager, padding_left_out, rewritten
 
 Weights = Callable[["WrittenOut", Tensor, Tensor], Tensor]
 """The weights of values, from scores and a mask that is true for real keys."""
@@ -118,13 +118,7 @@ READING: dict[str, Weights] = {
 
 @pytest.mark.parametrize("name", SKIPPING)
 def test_what_leads_to_hidden_keys_is_not_computed(name: str) -> None:
-    module = WrittenOut(SKIPPING[name])
-    ours = Rewritten(module)
-    for kept in [(2, 5, 9), (9, 1, 4), (3, 3, 8, 6)]:
-        ids, mask = padded(*kept)
-        assert_as_eager(module, ours, ids, mask)
-        assert (int(mask.sum()), mask.numel()) in ours.kept()
-    assert ours.ran == {"some rows": 3}
+    padding_left_out(WrittenOut(SKIPPING[name]))
 
 
 @pytest.mark.parametrize("name", READING)
@@ -202,13 +196,7 @@ NOT_APART: dict[str, Scores] = {
 @pytest.mark.parametrize("merged", [False, True], ids=["four dimensions", "three"])
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_scores_may_be_made_of_parts(name: str, merged: bool) -> None:
-    module = ScoresInParts(IN_PARTS[name], merged=merged, besides=None)
-    ours = Rewritten(module)
-    for kept in [(2, 5, 9), (9, 1, 4), (3, 3, 8, 6)]:
-        ids, mask = padded(*kept)
-        assert_as_eager(module, ours, ids, mask)
-        assert (int(mask.sum()), mask.numel()) in ours.kept()
-    assert ours.ran == {"some rows": 3}
+    padding_left_out(ScoresInParts(IN_PARTS[name], merged=merged, besides=None))
 
 
 @pytest.mark.parametrize("merged", [False, True], ids=["four dimensions", "three"])
