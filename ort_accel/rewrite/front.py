@@ -359,15 +359,17 @@ class _Writer:
         if packet in {aten.contiguous, aten.clone, aten.to}:
             return self._allows(mask.args[0])
         if packet is aten.add and all(isinstance(item, fx.Node) for item in mask.args):
-            # A bias that is learned adds to a score, and hides nothing.
             hiding = [item for item in mask.args if not has_gradient(item)]
             return self._both(self._allows(hiding[0]), hiding[-1], low) if hiding else None
         return self._call(aten.gt.Scalar, self._copies[mask], low) if self.is_known(mask) else None
 
     def _both(self, one: fx.Node | None, other: Any, low: float) -> fx.Node | None:
-        """What a condition allows and another mask does not hide; None where either is not known."""
+        """What a condition allows and another mask does not hide; None where either is not known. A bias that is
+        learned adds to a score, and hides nothing."""
         if not isinstance(other, fx.Node):
             return None if _is_low(other, low) else one
+        if has_gradient(other):
+            return one
         found = self._allows(other)
         return None if one is None or found is None else self._call(aten.logical_and.default, one, found)
 

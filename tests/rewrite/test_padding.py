@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ort_accel.rewrite.demand import Wishes
 from tests.rewrite.modules import Attention, first_tokens, keys_of, padded
-from tests.rewrite.rewritten import Rewritten, assert_as_eager, rewritten
+from tests.rewrite.rewritten import Rewritten, assert_as_eager, padding_left_out, rewritten
 
 LOW = torch.finfo(torch.float32).min
 
@@ -44,6 +44,37 @@ def test_only_keys_that_the_mask_shows_are_computed(name: str) -> None:
         assert_as_eager(module, ours, ids, mask)
         assert (looked_at(MASKS[name](mask), mask.shape), mask.numel()) in ours.kept()
     assert ours.ran == {"some rows": 3}
+
+
+class Biased(Attention):
+    """With a learned bias in its mask, as in T5."""
+
+    def __init__(self, bias: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(first_tokens, lambda mask: bias(self.distances(mask), mask))
+        self.distance = torch.nn.Embedding(4, 2)
+
+    def distances(self, mask: Tensor) -> Tensor:
+        place = torch.arange(mask.shape[1])
+        return self.distance((place[:, None] - place).abs().clamp(max=3)).permute(2, 0, 1)[None]
+
+
+def low() -> float:
+    """Asked for where it is used; a number of the module's would be an open one."""
+    return torch.finfo(torch.float32).min
+
+
+BIASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "chosen": lambda bias, mask: torch.where(keys_of(mask), bias, low()),
+    "chosen, and a copy of it": lambda bias, mask: torch.where(keys_of(mask), bias, low()).contiguous(),
+    "filled": lambda bias, mask: bias.masked_fill(~keys_of(mask), low()),
+    "added": lambda bias, mask: bias + added(mask),
+    "added to the mask": lambda bias, mask: added(mask) + bias,
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_a_bias_that_is_learned_hides_nothing(name: str) -> None:
+    padding_left_out(Biased(BIASES[name]))
 
 
 def looked_at(shown: Tensor, shape: torch.Size) -> int:
