@@ -37,6 +37,11 @@ def first_tokens(x: Tensor) -> Tensor:
     return x[:, 0]
 
 
+def low() -> float:
+    """What hides a score. A number that a file holds would be an open one in the graph."""
+    return torch.finfo(torch.float32).min
+
+
 def keys_of(mask: Tensor) -> Tensor:
     """A mask that hides padded keys from all queries."""
     return mask[:, None, None, :].bool()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ort_accel.rewrite.demand import Wishes
-from tests.rewrite.modules import Attention, first_tokens, keys_of, padded
+from tests.rewrite.modules import Attention, first_tokens, keys_of, low, padded
 from tests.rewrite.rewritten import Rewritten, assert_as_eager, padding_left_out, rewritten
 
 LOW = torch.finfo(torch.float32).min
@@ -56,11 +56,6 @@ class Biased(Attention):
     def distances(self, mask: Tensor) -> Tensor:
         place = torch.arange(mask.shape[1])
         return self.distance((place[:, None] - place).abs().clamp(max=3)).permute(2, 0, 1)[None]
-
-
-def low() -> float:
-    """Asked for where it is used; a number of the module's would be an open one."""
-    return torch.finfo(torch.float32).min
 
 
 BIASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

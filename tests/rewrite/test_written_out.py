@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ort_accel.rewrite.demand import Wishes
 from ort_accel.rewrite.rows import Everything
-from tests.rewrite.modules import Attention, first_tokens, padded
+from tests.rewrite.modules import Attention, first_tokens, low, padded
 from tests.rewrite.rewritten import Rewritten, assert_as_eager, padding_left_out, rewritten
 
 Weights = Callable[["WrittenOut", Tensor, Tensor], Tensor]
@@ -29,10 +29,6 @@ class WrittenOut(Attention):
         q, k, v = (part.transpose(1, 2) for part in self.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2))
         weights = self._weights(self, torch.matmul(q, k.transpose(2, 3)), mask[:, None, None, :].bool())
         return x + self.out(torch.matmul(weights, v).transpose(1, 2).contiguous().flatten(2))
-
-
-def low() -> float:
-    return torch.finfo(torch.float32).min
 
 
 def added(shown: Tensor) -> Tensor:

@@ -115,35 +115,31 @@ def _gpt2(size: Workload) -> nn.Module:
     return hf.GPT2LMHeadModel(config)
 
 
+def _decoder(size: Workload) -> dict[str, Any]:
+    """What configurations of decoders have in common."""
+    return {
+        "vocab_size": size.vocab,
+        "hidden_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads or size.heads,
+        "max_position_embeddings": max(512, size.length),
+        "attention_dropout": size.dropout,
+        "use_cache": False,
+    }
+
+
 def _llama(size: Workload) -> nn.Module:
-    config = hf.LlamaConfig(
-        vocab_size=size.vocab,
-        hidden_size=size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads or size.heads,
-        intermediate_size=4 * size.hidden,
-        max_position_embeddings=max(512, size.length),
-        attention_dropout=size.dropout,
-        use_cache=False,
-    )
-    return hf.LlamaForCausalLM(config)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**_decoder(size), intermediate_size=4 * size.hidden))
 
 
 def _qwen3_moe(size: Workload) -> nn.Module:
     config = hf.Qwen3MoeConfig(
-        vocab_size=size.vocab,
-        hidden_size=size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads or size.heads,
+        **_decoder(size),
         moe_intermediate_size=2 * size.hidden,
         num_experts=EXPERTS,
         num_experts_per_tok=CHOSEN,
         norm_topk_prob=True,
-        max_position_embeddings=max(512, size.length),
-        attention_dropout=size.dropout,
-        use_cache=False,
     )
     return hf.Qwen3MoeForCausalLM(config)
 

@@ -7,7 +7,6 @@ either side, when the first graph needs to know, and holds for all sizes of it i
 
 from __future__ import annotations
 
-import itertools
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -207,10 +206,9 @@ def _last_of(run: Callable[[], object], in_a_row: int) -> float:
 def call_of(target: Any, arguments: Sequence[Any]) -> tuple[fx.GraphModule, fx.Node]:
     """A graph that calls an operator with these arguments, and the call in it."""
     graph = fx.Graph()
-    names = map("given_{}".format, itertools.count())
 
     def given(tensor: Tensor) -> fx.Node:
-        node = graph.placeholder(next(names))
+        node = graph.placeholder(f"given_{len(graph.nodes)}")
         node.meta["val"] = tensor
         return node
 
