@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -26,6 +26,7 @@ from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
 from ort_accel.lowering.tune.choose import Tuner
 from ort_accel.lowering.tune.estimate import Estimator
 from ort_accel.lowering.tune.products import Products
+from ort_accel.lowering.two_ways import TwoWays
 from ort_accel.lowering.weight_casts import CopiesOfWeights, WeightCast, take_out
 from ort_accel.reporting import Reason, Report, Runner, Segment
 from ort_accel.runtime.journal import EndedBefore
@@ -259,13 +260,30 @@ class _Assembly:
         name = f"{self._name} part {index}"
         how = [Results(wanted, model.output_orders)] if self._lowering.own_results else []
         segment = OrtSegment(model, self._lowering.sessions, self._bound, twin, self._lowering.failed, name, *how)
-        return self._numbered(segment, segment.inputs, wanted)
+        other = self._by_onednn(index, body, wanted)
+        run = segment if other is None else TwoWays(segment, other, body.nodes)
+        return self._numbered(run, segment.inputs, wanted)
+
+    def _by_onednn(self, index: int, body: Body, wanted: list[fx.Node]) -> PyTorchSegment | None:
+        """The same for sizes that came before; None where that would not be faster."""
+        lowering = self._lowering
+        products = lowering.products.for_known_sizes(body.nodes) if lowering.products and lowering.estimator else {}
+        computed = [node for node in body.nodes if node not in self._free and not is_part(node)]
+        if not products or not lowering.estimator or not lowering.estimator.onednn_pays(computed):
+            return None
+        lowering.report.counters["products that oneDNN takes over where sizes come again"] += len(products)
+        return self._pytorch_segment(body, wanted, self._spent(index, body.inputs), products)
 
     def _pytorch_step(self, body: Body, wanted: list[fx.Node], spent: Sequence[fx.Node] = ()) -> Step:
         products = self._lowering.products
         better = products.replacements(body.nodes) if products else {}
-        segment = PyTorchSegment(body, wanted, self._module, not self._lowering.own_results, spent, better)
+        segment = self._pytorch_segment(body, wanted, spent, better)
         return self._numbered(segment, segment.inputs, wanted)
+
+    def _pytorch_segment(
+        self, body: Body, wanted: list[fx.Node], spent: Sequence[fx.Node], better: Mapping[fx.Node, Any]
+    ) -> PyTorchSegment:
+        return PyTorchSegment(body, wanted, self._module, not self._lowering.own_results, spent, better)
 
     def _copying_step(self, casts: Sequence[WeightCast], copies: WeightCopies) -> Step:
         reads = [self._register[cast.weight] for cast in casts]

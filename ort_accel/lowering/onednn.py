@@ -65,26 +65,38 @@ def product(*operands: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(left, right.t(), row[0] if row else None, "none", [], "")  # type: ignore[no-any-return]
 
 
+class KnownSizes:
+    """Which sizes came so often that oneDNN is asked for them."""
+
+    def __init__(self) -> None:
+        self._came: Counter[tuple[int, ...]] = Counter()
+        self._prepared: set[tuple[int, ...]] = set()
+
+    def __contains__(self, size: tuple[int, ...]) -> bool:
+        return size in self._prepared
+
+    def came(self, size: tuple[int, ...]) -> bool:
+        """Count this size; whether that makes it a known one."""
+        if len(self._prepared) == MOST:
+            return False
+        if len(self._came) == REMEMBERED and size not in self._came:
+            self._came.clear()
+        self._came[size] += 1
+        if self._came[size] < AGAIN:
+            return False
+        self._prepared.add(size)
+        return True
+
+
 def product_of_known_sizes(target: Any) -> Callable[..., Tensor]:
     """The operator, by oneDNN for sizes that came before."""
-    came: Counter[tuple[int, ...]] = Counter()
-    prepared: set[tuple[int, ...]] = set()
+    known = KnownSizes()
 
     def run(*operands: Tensor) -> Tensor:
         *_, left, right = operands
         size = (*left.shape, right.shape[1])
-        if size not in prepared:
-            if len(prepared) == MOST or not _comes_again(size, came):
-                return target(*operands)  # type: ignore[no-any-return]
-            prepared.add(size)
-        return product(*operands)
+        by_onednn = size in known or known.came(size)
+        return product(*operands) if by_onednn else target(*operands)
 
     run.__name__ = f"{str(target).replace('.', '_')}_of_known_sizes"
     return run
-
-
-def _comes_again(size: tuple[int, ...], came: Counter[tuple[int, ...]]) -> bool:
-    if len(came) == REMEMBERED and size not in came:
-        came.clear()
-    came[size] += 1
-    return came[size] >= AGAIN

@@ -70,10 +70,18 @@ class Estimator:
         refusals = {node: _refusal(node, measured.get(node)) for node in division}
         return replace(assignment, runner=runner, refusals=assignment.refusals | refusals)
 
-    def _estimate(self, node: fx.Node) -> Yardstick | None:
+    def onednn_pays(self, nodes: Iterable[fx.Node]) -> bool:
+        """Whether PyTorch runs these faster than ONNX Runtime once oneDNN knows their sizes."""
+        large = [node for node in nodes if _is_large(node)]
+        measured = {node: found for node in large if (found := self._estimate(node, known_sizes=True))}
+        costs = [_costs_of(node, found) for node, found in measured.items()]
+        unknown = sum(self._reluctance(node) for node in large if node not in measured)
+        return sum(cost.pytorch for cost in costs) + unknown < sum(cost.ort for cost in costs)
+
+    def _estimate(self, node: fx.Node, known_sizes: bool = False) -> Yardstick | None:
         if not _is_single(node):
             return None
-        if self.products is not None and (timed := self.products.yardstick(node)):
+        if self.products is not None and (timed := self.products.yardstick(node, known_sizes)):
             return timed
         found = self.machine.yardstick(node.target)
         return found.of(node) if found else None

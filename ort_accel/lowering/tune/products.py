@@ -76,12 +76,13 @@ class Products:
     def __init__(self, machine: Machine, report: Report) -> None:
         self._machine, self._report = machine, report
 
-    def yardstick(self, node: fx.Node) -> Yardstick | None:
-        """What a large product takes on either side; None for other nodes."""
+    def yardstick(self, node: fx.Node, known_sizes: bool = False) -> Yardstick | None:
+        """What a large product takes on either side; None for other nodes. oneDNN counts for PyTorch where sizes are
+        fixed, and for sizes that came before (`known_sizes`)."""
         found = self._times(node)
         if found is None:
             return None
-        counts = found.prefers_onednn and _is_of_fixed_size(node)
+        counts = found.prefers_onednn and (known_sizes or _is_of_fixed_size(node))
         pytorch = found.onednn if counts and found.onednn is not None else found.pytorch
         is_equal = (1 - CLEAR) * pytorch < found.ort < pytorch
         return Yardstick(pytorch if is_equal else found.ort, pytorch, found.amount).of(node)
@@ -92,6 +93,12 @@ class Products:
         if better:
             self._report.counters["products by oneDNN, where sizes come again"] += len(better)
         return {node: product_of_known_sizes(node.target) for node in better}
+
+    def for_known_sizes(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Callable[..., Tensor]]:
+        """Which products of sizes that vary oneDNN runs faster than PyTorch, once it knows the sizes."""
+        timed = ((node, self._times(node)) for node in nodes)
+        better = (node for node, found in timed if found and found.prefers_onednn)
+        return {node: product for node in better if not _is_of_fixed_size(node)}
 
     def _times(self, node: fx.Node) -> Times | None:
         is_plain = node.target in PRODUCTS and not node.kwargs and node.meta["val"].dtype == torch.float32

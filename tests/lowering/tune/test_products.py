@@ -193,6 +193,36 @@ def test_steps_are_eagers_before_and_behind_the_change_to_onednn(known, dynamic)
     assert ort_accel.report(ours).counters["products by oneDNN, where sizes come again"] > 0
 
 
+@pytest.fixture
+def taken_over(monkeypatch):
+    """What oneDNN multiplies in place of ONNX Runtime."""
+    asked = []
+    product = products.product
+    monkeypatch.setattr(products, "product", lambda *operands: asked.append(operands) or product(*operands))
+    return asked
+
+
+def test_onednn_takes_over_from_onnx_runtime_for_sizes_that_come_again(known, taken_over):
+    known.update(ort=2.0, pytorch=5.0, onednn=1.5)
+    eager, ours = pair(Wide().train(), {"engine": {"dynamic_shapes": True}})
+    seen = []
+    for step, rows in enumerate([1100] * AGAIN + [1200, 1100]):
+        taken_over.clear()
+        assert_step_as_eager(eager, ours, torch.randn(rows, 256), seed=step)
+        seen.append(len(taken_over))
+    multiplied = ort_accel.report(ours).counters["products that oneDNN takes over where sizes come again"]
+    assert seen == [0] * (AGAIN - 1) + [multiplied, 0, multiplied]
+    assert multiplied > 0
+
+
+def test_what_onnx_runtime_multiplies_faster_is_not_taken_over(known, taken_over):
+    known.update(ort=1.0, pytorch=5.0, onednn=2.0)
+    eager, ours = pair(Wide().train(), {"engine": {"dynamic_shapes": True}})
+    for step in range(AGAIN + 1):
+        assert_step_as_eager(eager, ours, torch.randn(1100, 256), seed=step)
+    assert taken_over == []
+
+
 @pytest.mark.parametrize(
     "config",
     [{"compute": {"placement": "fixed"}}, {"engine": {"deterministic": True}}, {"memory": {"level": 1}}],
