@@ -14,7 +14,16 @@ from torch._guards import TracingContext
 
 from ort_accel.capture.attention import attention_as
 from ort_accel.capture.batch_norm_types import tell_true_types
-from ort_accel.capture.choice import chosen_runtime, divides_alike, estimator, opset, products, session_settings, tuner
+from ort_accel.capture.choice import (
+    attention,
+    chosen_runtime,
+    divides_alike,
+    estimator,
+    opset,
+    products,
+    session_settings,
+    tuner,
+)
 from ort_accel.capture.dynamo import FOR_DYNAMO
 from ort_accel.capture.evaluation import Evaluation
 from ort_accel.capture.fallback import FallbackPolicy
@@ -106,6 +115,7 @@ class Backend:
             fusions=config.compute.fusions is not False,
             estimator=estimator(config, runtime, settings, timed),
             products=timed,
+            attention=attention(config, runtime, settings, report),
             tuner=tuner(config, runtime, sessions.without_trace(), report),
             copies=self._copies(),
             leaves=Leaves(report) if config.memory.early_gradient_release and not zero3 else None,

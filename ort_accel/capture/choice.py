@@ -8,6 +8,7 @@ import torch
 
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
+from ort_accel.lowering.tune.attention import Attention
 from ort_accel.lowering.tune.choose import Tuner
 from ort_accel.lowering.tune.estimate import Estimator
 from ort_accel.lowering.tune.products import Products
@@ -77,6 +78,13 @@ def products(config: Config, runtime: Flavor, settings: SessionSettings, report:
     if divides_alike(config, settings) or settings.place.is_cuda:
         return None
     return Products(Machine(settings, opset(config, runtime)), report)
+
+
+def attention(config: Config, runtime: Flavor, settings: SessionSettings, report: Report) -> Attention | None:
+    """What times attention, where nothing speaks against it."""
+    if divides_alike(config, settings) or settings.place.is_cuda or config.compute.attention != "auto":
+        return None
+    return Attention(Machine(settings, opset(config, runtime)), report)
 
 
 def estimator(

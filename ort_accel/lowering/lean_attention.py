@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ort_accel.lowering.attention_precision import BACKWARD, FORWARD, added, in_faster_type
+from ort_accel.lowering.attention_kernels import PYTORCH, How, Kernels
+from ort_accel.lowering.attention_precision import BACKWARD, FORWARD
 from ort_accel.lowering.nodes import is_part
 from ort_accel.lowering.row_operators import LIBRARY, described, own
 from ort_accel.lowering.sizes import known_equal, same_shape
@@ -43,15 +44,22 @@ LEAN_FORWARD, LEAN_BACKWARD = own.scaled_dot_product_lean, own.scaled_dot_produc
 LEAN = {LEAN_FORWARD, LEAN_BACKWARD}
 
 
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, is_causal: bool, scale: float | None
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    allowed: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    kernels: Kernels = PYTORCH,
 ) -> tuple[Tensor, Tensor]:
-    operands = in_faster_type(FORWARD, (query, key, value))
-    out, logsumexp = FORWARD(*operands, **_masking(allowed, is_causal, query, key, operands[0].dtype), scale=scale)
+    """The result, and the logarithm of each row's sum."""
+    how = How(*_masking(allowed, is_causal, query, key), scale)
+    out, logsumexp = kernels.forward((query, key, value), how)
     return out.to(query.dtype), logsumexp
 
 
-def _attention_backward(
+def attention_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -61,21 +69,21 @@ def _attention_backward(
     allowed: Tensor | None,
     is_causal: bool,
     scale: float | None,
+    kernels: Kernels = PYTORCH,
 ) -> tuple[Tensor, ...]:
-    operands = in_faster_type(BACKWARD, (grad, query, key, value, out))
-    how = _masking(allowed, is_causal, query, key, operands[0].dtype)
-    found = BACKWARD(*operands, logsumexp, 0.0, how["is_causal"], attn_mask=how["attn_mask"], scale=scale)
+    """The gradients of query, key and value."""
+    how = How(*_masking(allowed, is_causal, query, key), scale)
+    found = kernels.backward((grad, query, key, value, out, logsumexp), how)
     return tuple(each.to(query.dtype) for each in found)
 
 
-def _masking(allowed: Tensor | None, is_causal: bool, query: Tensor, key: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """How the kernel is told what a mask says."""
+def _masking(allowed: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
+    """How a kernel is told what a mask says: the mask if it has to see it, and whether it is causal."""
     if allowed is None:
-        return {"is_causal": is_causal, "attn_mask": None}
+        return None, is_causal
     says_causal = _is_causal(allowed, query.shape[2], key.shape[2])
     says_nothing = not says_causal and bool(_once(allowed).all())
-    mask = None if says_causal or says_nothing else added(allowed, dtype)
-    return {"is_causal": says_causal, "attn_mask": mask}
+    return None if says_causal or says_nothing else allowed, says_causal
 
 
 def _is_causal(allowed: Tensor, queries: int, keys: int) -> bool:
@@ -96,8 +104,8 @@ def _once(allowed: Tensor) -> Tensor:
     return allowed
 
 
-LIBRARY.impl("scaled_dot_product_lean", _attention, "CPU")
-LIBRARY.impl("scaled_dot_product_lean_backward", _attention_backward, "CPU")
+LIBRARY.impl("scaled_dot_product_lean", attention, "CPU")
+LIBRARY.impl("scaled_dot_product_lean_backward", attention_backward, "CPU")
 
 
 @described("ort_accel::scaled_dot_product_lean")

@@ -23,6 +23,7 @@ from ort_accel.lowering.program import SIZE, Program, Step, mark_last_uses
 from ort_accel.lowering.pytorch_segment import PyTorchSegment
 from ort_accel.lowering.segments import Assignment, Body, Cut, assign, body_of, cut
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
+from ort_accel.lowering.tune.attention import Attention
 from ort_accel.lowering.tune.choose import Tuner
 from ort_accel.lowering.tune.estimate import Estimator
 from ort_accel.lowering.tune.products import Products
@@ -62,6 +63,8 @@ class Lowering:
     """Chooses by yardsticks where there is no tuner."""
     products: Products | None = None
     """Knows which products of PyTorch's oneDNN runs faster."""
+    attention: Attention | None = None
+    """Knows which attentions of PyTorch's run faster as products."""
     copies: WeightCopies | None = None
     """Keeps autocast's copies of weights."""
     leaves: Leaves | None = None
@@ -275,8 +278,8 @@ class _Assembly:
         return self._pytorch_segment(body, wanted, self._spent(index, body.inputs), products)
 
     def _pytorch_step(self, body: Body, wanted: list[fx.Node], spent: Sequence[fx.Node] = ()) -> Step:
-        products = self._lowering.products
-        better = products.replacements(body.nodes) if products else {}
+        known = self._lowering.products, self._lowering.attention
+        better = {node: call for one in known if one for node, call in one.replacements(body.nodes).items()}
         segment = self._pytorch_segment(body, wanted, spent, better)
         return self._numbered(segment, segment.inputs, wanted)
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ort_accel.lowering.attention_precision import BACKWARD, FORWARD, added, in_faster_type
+from ort_accel.lowering.attention_kernels import PYTORCH, How, Kernels
+from ort_accel.lowering.attention_precision import added
 
 aten = torch.ops.aten
 
@@ -71,10 +72,10 @@ class _Run(NamedTuple):
     def is_causal(self) -> bool:
         return self.alike[0].kind == CAUSAL
 
-    def mask(self, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores."""
+    def how(self, scale: float | None) -> How:
+        """How they attend."""
         mask = self.known.mask if self.alike[0].kind == MASKED else None
-        return None if mask is None else added(self._part(mask), dtype)
+        return How(None if mask is None else self._part(mask), self.is_causal, scale)
 
     def kept(self) -> Tensor | None:
         """What the weights are multiplied by: 1 where one is kept, 0 where it is dropped."""
@@ -181,6 +182,7 @@ def attention(
     kept: Tensor | None,
     keep: float,
     scale: float | None,
+    kernels: Kernels = PYTORCH,
 ) -> tuple[Tensor, Tensor]:
     """The result, and what only the fused kernel keeps for its gradient: the logarithm of each row's sum."""
     pairs = _Pairs(spans, query_rows, key_rows, mask, kept)
@@ -189,13 +191,13 @@ def attention(
     runs = pairs.runs()
     given = zip(*_by_queries(runs, query), *_by_keys(runs, key, value), strict=True)
     if _is_all(runs, query):
-        out, logsumexp = map(_rows, _fused(FORWARD, runs[0], next(given), scale=scale))
+        out, logsumexp = map(_rows, kernels.forward(next(given), runs[0].how(scale)))
         return out.to(query.dtype), logsumexp.to(_wide(query))
     blank = _blank(query, pairs.told.all_ask)
     out, logsumexp = blank((*query.shape[:2], value.shape[2])), blank(query.shape[:2], dtype=_wide(query))
     whole = zip(*_by_queries(runs, out, logsumexp), strict=True)
     for run, operands, places in zip(runs, given, whole, strict=True):
-        _write(places, _fused(FORWARD, run, operands, scale=scale))
+        _write(places, kernels.forward(operands, run.how(scale)))
     return out, logsumexp
 
 
@@ -213,6 +215,7 @@ def attention_backward(
     kept: Tensor | None,
     keep: float,
     scale: float | None,
+    kernels: Kernels = PYTORCH,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
     pairs = _Pairs(spans, query_rows, key_rows, mask, kept)
@@ -220,17 +223,17 @@ def attention_backward(
         return _by_products_backward(grad, query, key, value, pairs, keep, scale)
     runs = pairs.runs()
     slopes, queries, outs, sums = _by_queries(runs, grad, query, out, logsumexp)
-    given = zip(slopes, queries, *_by_keys(runs, key, value), outs, strict=True)
+    given = zip(slopes, queries, *_by_keys(runs, key, value), outs, sums, strict=True)
     if _is_all(runs, query, key):
-        results = map(_rows, _fused(BACKWARD, runs[0], next(given), sums[0], 0.0, scale=scale))
+        results = map(_rows, kernels.backward(next(given), runs[0].how(scale)))
         of_query, of_key, of_value = (
             one.to(like.dtype) for one, like in zip(results, (query, key, value), strict=True)
         )
         return of_query, of_key, of_value
     grads = _grads(pairs, query, key, value)
     whole = zip(*_by_queries(runs, grads[0]), *_by_keys(runs, *grads[1:]), strict=True)
-    for run, operands, total, places in zip(runs, given, sums, whole, strict=True):
-        _write(places, _fused(BACKWARD, run, operands, total, 0.0, scale=scale))
+    for run, operands, places in zip(runs, given, whole, strict=True):
+        _write(places, kernels.backward(operands, run.how(scale)))
     return grads
 
 
@@ -248,14 +251,6 @@ def _grads(pairs: _Pairs, query: Tensor, key: Tensor, value: Tensor) -> tuple[Te
 def _is_fused(query: Tensor, kept: Tensor | None) -> bool:
     """Whether PyTorch has a kernel that is fast for short sequences: it has one for the CPU, without dropout."""
     return query.device.type == "cpu" and kept is None
-
-
-def _fused(kernel: Any, run: _Run, operands: Sequence[Tensor], *others: Any, scale: float | None) -> Sequence[Tensor]:
-    """What the kernel gives for a run, in the type in which it is faster."""
-    operands = in_faster_type(kernel, operands)
-    mask = run.mask(operands[0].dtype)
-    results: Sequence[Tensor] = kernel(*operands, *others, is_causal=run.is_causal, attn_mask=mask, scale=scale)
-    return results
 
 
 def _is_all(runs: Sequence[_Run], *tensors: Tensor) -> bool:
@@ -366,8 +361,8 @@ def _weights(query: Tensor, key: Tensor, run: _Run) -> Tensor:
     scores = torch.bmm(query, key.mT)
     if run.is_causal:
         scores.masked_fill_(torch.ones_like(scores[0], dtype=torch.bool).triu_(1), -torch.inf)
-    elif (mask := run.mask(scores.dtype)) is not None:
-        scores.view(run.sequences, -1, *scores.shape[1:]).add_(mask)
+    elif (mask := run.how(None).mask) is not None:
+        scores.view(run.sequences, -1, *scores.shape[1:]).add_(added(mask, scores.dtype))
     return scores.softmax(-1)
 
 
