@@ -12,16 +12,27 @@ from ort_accel.lowering.attention_precision import BACKWARD, FORWARD, added, in_
 
 
 class How(NamedTuple):
-    """Which keys a query looks at, and what scores are multiplied by."""
+    """Which keys a query looks at, what scores are multiplied by, and what a dropout kept of the weights."""
 
     mask: Tensor | None
     """Booleans, or numbers that are added to the scores."""
     is_causal: bool
     scale: float | None
+    kept: Tensor | None = None
+    """1 where a weight is kept, 0 where it is dropped."""
+    keep: float = 1.0
+    """How probably each was kept."""
+
+
+class Failed(Exception):
+    """Kernels could not run a dropout after all, for lack of memory, say."""
 
 
 class Kernels(Protocol):
     """Both directions of an attention in which groups of heads may share their keys."""
+
+    def drops(self, query: Tensor, pairs: int) -> bool:
+        """Whether these run a dropout, of so many weights at once; they may fail at it (`Failed`)."""
 
     def forward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
         """Of query, key and value: the result, and what only PyTorch's kernel keeps for its gradient, the logarithm of
@@ -33,6 +44,10 @@ class Kernels(Protocol):
 
 class PyTorchKernels:
     """PyTorch's fused kernel for the CPU, in the type in which it is faster, and its results in that type."""
+
+    def drops(self, *_: Any) -> bool:
+        """It has no dropout."""
+        return False
 
     def forward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
         """The result, and the logarithm of each row's sum."""

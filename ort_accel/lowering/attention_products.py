@@ -35,15 +35,17 @@ attention (float[n, g, q, d] query, float[n, g, k, d] key, float[n, g, k, v] val
     products = com.microsoft.FusedMatMul <transB = 1, alpha = {scale}> (query, key)
     scores = {masking}
     weights = Softmax <axis = -1> (scores)
+    {dropping}
     {results}
 }}
 """
 
-_FORWARD = "out = MatMul (weights, value)"
+_FORWARD = "out = com.microsoft.FusedMatMul <alpha = {raised}> ({dropped}, value)"
 
 _BACKWARD = """
-    of_value = com.microsoft.FusedMatMul <transA = 1> (weights, grad)
-    of_weights = com.microsoft.FusedMatMul <transB = 1> (grad, value)
+    of_value = com.microsoft.FusedMatMul <transA = 1, alpha = {raised}> ({dropped}, grad)
+    of_dropped = com.microsoft.FusedMatMul <transB = 1, alpha = {raised}> (grad, value)
+    of_weights = {undropping}
     axis = Constant <value_ints = [-1]> ()
     shares = Mul (grad, out)
     share = ReduceSum (shares, axis)
@@ -89,9 +91,13 @@ class _Tile(NamedTuple):
 class AttentionProducts:
     """Both directions of an attention in single precision, without a mask other than a causal one."""
 
+    def drops(self, *_: object) -> bool:
+        """A dropout is one more product."""
+        return True
+
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._made: dict[tuple[bool, bool, float], Run] = {}
+        self._made: dict[tuple[bool, bool, float, float | None], Run] = {}
 
     def forward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
         """The result, and zeros: for the gradient nothing is kept."""
@@ -100,7 +106,7 @@ class AttentionProducts:
         out = _blank(query, value.shape[3])
         for tile in self._tiles(query, key, how.is_causal):
             given = [tile.asked(query), tile.of_keys(key), tile.of_keys(value)]
-            [part] = _results(run, given, tile, how.is_causal)
+            [part] = _results(run, given, tile, how)
             _put(part, tile.of_queries(out))
         return out, query.new_zeros(query.shape[:3])
 
@@ -111,7 +117,7 @@ class AttentionProducts:
         of_query, of_key, of_value = (_blank(one, one.shape[3]) for one in (query, key, value))
         for tile in self._tiles(query, key, how.is_causal):
             given = [tile.asked(query), tile.of_keys(key), tile.of_keys(value), tile.asked(grad), tile.asked(out)]
-            part, *others = _results(run, given, tile, how.is_causal)
+            part, *others = _results(run, given, tile, how)
             _put(part, tile.of_queries(of_query))
             for other, whole in zip(others, (of_key, of_value), strict=True):
                 place = tile.of_keys(whole)
@@ -120,7 +126,7 @@ class AttentionProducts:
 
     def _session(self, query: Tensor, how: How, is_forward: bool) -> Run:
         scale = query.shape[-1] ** -0.5 if how.scale is None else how.scale
-        wanted = is_forward, how.is_causal, scale
+        wanted = is_forward, how.is_causal, scale, None if how.kept is None else how.keep
         if wanted not in self._made:
             self._made[wanted] = _made(self._sessions, *wanted)
         return self._made[wanted]
@@ -143,26 +149,36 @@ class AttentionProducts:
                     yield _Tile(slice(sample, sample + together), of_heads, slice(begin, end), seen, shared, is_first)
 
 
-def _made(sessions: Sessions, is_forward: bool, is_causal: bool, scale: float) -> Run:
+def _made(sessions: Sessions, is_forward: bool, is_causal: bool, scale: float, keep: float | None) -> Run:
     from onnx import parser
 
-    direction = "forward" if is_forward else "backward"
-    inputs = ["query", "key", "value"] + ([] if is_forward else ["grad", "out"]) + (["hidden"] if is_causal else [])
+    optional = {"grad": not is_forward, "out": not is_forward, "hidden": is_causal, "kept": keep is not None}
+    types = {"hidden": "float[r, k]", "kept": "uint8[n, g, q, k]"}
+    inputs = [name for name, is_there in optional.items() if is_there]
     outputs = ["out"] if is_forward else ["of_query", "of_key", "of_value"]
-    types = {"grad": "float[n, g, q, v]", "out": "float[n, g, q, v]", "hidden": "float[q, k]"}
+    words = {
+        "scale": repr(scale),
+        "raised": repr(1.0 if keep is None else 1 / keep if keep else 0.0),
+        "dropped": "weights" if keep is None else "dropped",
+        "undropping": "Identity (of_dropped)" if keep is None else "Mul (of_dropped, of_kept)",
+    }
     text = _MODEL.format(
-        inputs="".join(f", {types[name]} {name}" for name in inputs[3:]),
+        inputs="".join(f", {types.get(name, 'float[n, g, q, v]')} {name}" for name in inputs),
         outputs=", ".join(f"float[a, b, c, {name}_width] {name}" for name in outputs),
         masking="Add (products, hidden)" if is_causal else "Identity (products)",
-        results=(_FORWARD if is_forward else _BACKWARD).format(scale=repr(scale)),
-        scale=repr(scale),
+        dropping="" if keep is None else "of_kept = Cast <to = 1> (kept)\n    dropped = Mul (weights, of_kept)",
+        results=(_FORWARD if is_forward else _BACKWARD).format(**words),
+        **words,
     )
     model = parser.parse_model(text).SerializeToString()
-    return sessions.create(model, inputs, outputs, f"attention {direction}")
+    given = ["query", "key", "value", *inputs]
+    return sessions.create(model, given, outputs, f"attention {'forward' if is_forward else 'backward'}")
 
 
-def _results(run: Run, given: Sequence[Tensor], tile: _Tile, is_causal: bool) -> list[Tensor]:
-    return run([to_ort(tensor) for tensor in (*given, *([tile.hidden] if is_causal else []))])
+def _results(run: Run, given: Sequence[Tensor], tile: _Tile, how: How) -> list[Tensor]:
+    hidden = [tile.hidden] if how.is_causal else []
+    kept = [] if how.kept is None else [tile.asked(how.kept)[..., : tile.keys]]
+    return run([to_ort(tensor) for tensor in (*given, *hidden, *kept)])
 
 
 @lru_cache(maxsize=64)

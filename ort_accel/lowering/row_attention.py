@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ort_accel.lowering.attention_kernels import PYTORCH, How, Kernels
+from ort_accel.lowering.attention_kernels import PYTORCH, Failed, How, Kernels
 from ort_accel.lowering.attention_precision import added
 
 aten = torch.ops.aten
@@ -72,10 +73,15 @@ class _Run(NamedTuple):
     def is_causal(self) -> bool:
         return self.alike[0].kind == CAUSAL
 
-    def how(self, scale: float | None) -> How:
+    @property
+    def pairs(self) -> int:
+        """Of a head."""
+        return self.sequences * self.alike[0].pairs
+
+    def how(self, scale: float | None, keep: float = 1.0) -> How:
         """How they attend."""
         mask = self.known.mask if self.alike[0].kind == MASKED else None
-        return How(None if mask is None else self._part(mask), self.is_causal, scale)
+        return How(None if mask is None else self._part(mask), self.is_causal, scale, self.kept(), keep)
 
     def kept(self) -> Tensor | None:
         """What the weights are multiplied by: 1 where one is kept, 0 where it is dropped."""
@@ -186,18 +192,26 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """The result, and what only the fused kernel keeps for its gradient: the logarithm of each row's sum."""
     pairs = _Pairs(spans, query_rows, key_rows, mask, kept)
-    if not _is_fused(query, kept):
-        return _by_products(query, key, value, pairs, keep, scale)
+    given = query, key, value, pairs, keep, scale
+    if _is_fused(query, kept) or _drops(kernels, query, pairs):
+        with suppress(Failed):
+            return _by_kernels(kernels, *given)
+    return _by_products(*given)
+
+
+def _by_kernels(
+    kernels: Kernels, query: Tensor, key: Tensor, value: Tensor, pairs: _Pairs, keep: float, scale: float | None
+) -> tuple[Tensor, Tensor]:
     runs = pairs.runs()
     given = zip(*_by_queries(runs, query), *_by_keys(runs, key, value), strict=True)
     if _is_all(runs, query):
-        out, logsumexp = map(_rows, kernels.forward(next(given), runs[0].how(scale)))
+        out, logsumexp = map(_rows, kernels.forward(next(given), runs[0].how(scale, keep)))
         return out.to(query.dtype), logsumexp.to(_wide(query))
     blank = _blank(query, pairs.told.all_ask)
     out, logsumexp = blank((*query.shape[:2], value.shape[2])), blank(query.shape[:2], dtype=_wide(query))
     whole = zip(*_by_queries(runs, out, logsumexp), strict=True)
     for run, operands, places in zip(runs, given, whole, strict=True):
-        _write(places, kernels.forward(operands, run.how(scale)))
+        _write(places, kernels.forward(operands, run.how(scale, keep)))
     return out, logsumexp
 
 
@@ -219,21 +233,37 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
     pairs = _Pairs(spans, query_rows, key_rows, mask, kept)
-    if not _is_fused(query, kept):
-        return _by_products_backward(grad, query, key, value, pairs, keep, scale)
+    given = query, key, value, pairs, keep, scale
+    if _is_fused(query, kept) or _drops(kernels, query, pairs):
+        with suppress(Failed):
+            return _by_kernels_backward(kernels, (grad, out, logsumexp), *given)
+    return _by_products_backward(grad, *given)
+
+
+def _by_kernels_backward(
+    kernels: Kernels,
+    results: tuple[Tensor, Tensor, Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pairs: _Pairs,
+    keep: float,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, out, logsumexp = results
     runs = pairs.runs()
     slopes, queries, outs, sums = _by_queries(runs, grad, query, out, logsumexp)
     given = zip(slopes, queries, *_by_keys(runs, key, value), outs, sums, strict=True)
     if _is_all(runs, query, key):
-        results = map(_rows, kernels.backward(next(given), runs[0].how(scale)))
+        whole_run = map(_rows, kernels.backward(next(given), runs[0].how(scale, keep)))
         of_query, of_key, of_value = (
-            one.to(like.dtype) for one, like in zip(results, (query, key, value), strict=True)
+            one.to(like.dtype) for one, like in zip(whole_run, (query, key, value), strict=True)
         )
         return of_query, of_key, of_value
     grads = _grads(pairs, query, key, value)
     whole = zip(*_by_queries(runs, grads[0]), *_by_keys(runs, *grads[1:]), strict=True)
     for run, operands, places in zip(runs, given, whole, strict=True):
-        _write(places, kernels.backward(operands, run.how(scale)))
+        _write(places, kernels.backward(operands, run.how(scale, keep)))
     return grads
 
 
@@ -251,6 +281,15 @@ def _grads(pairs: _Pairs, query: Tensor, key: Tensor, value: Tensor) -> tuple[Te
 def _is_fused(query: Tensor, kept: Tensor | None) -> bool:
     """Whether PyTorch has a kernel that is fast for short sequences: it has one for the CPU, without dropout."""
     return query.device.type == "cpu" and kept is None
+
+
+def _drops(kernels: Kernels, query: Tensor, pairs: _Pairs) -> bool:
+    """Whether these kernels run the dropout of all sequences, none of which has a mask."""
+    if pairs.kept is None or kernels is PYTORCH:
+        return False
+    runs = pairs.runs()
+    is_plain = bool(runs) and all(run.alike[0].kind != MASKED for run in runs)
+    return is_plain and kernels.drops(query, query.shape[1] * min(run.pairs for run in runs))
 
 
 def _is_all(runs: Sequence[_Run], *tensors: Tensor) -> bool:

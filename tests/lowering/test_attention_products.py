@@ -75,6 +75,28 @@ def test_a_scale_counts_and_values_may_be_wider():
     torch.testing.assert_close(out, (query @ key.mT / math.sqrt(8)).softmax(-1) @ value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("most", [2**19, 90, 20], ids=["one tile", "heads", "queries"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("keep", [0.7, 0.0])
+def test_a_dropout_multiplies_the_weights(keep, is_causal, most, monkeypatch):
+    monkeypatch.setattr(attention_products, "PAIRS_OF_A_THREAD", most)
+    monkeypatch.setattr(attention_products, "CAUSAL_ROWS", 4)
+    given = [tensor.requires_grad_() for tensor in operands(3, 4, 2, 9, 9)]
+    kept = torch.rand(3, 4, 9, 9) < keep
+    how = How(None, is_causal, None, kept.view(torch.uint8), keep)
+    out, sums = PRODUCTS.forward([tensor.detach() for tensor in given], how)
+    grad = torch.randn(out.shape)
+    grads = PRODUCTS.backward((grad, *(tensor.detach() for tensor in given), out, sums), how)
+    query, key, value = (given[0], *(tensor.repeat_interleave(2, 1) for tensor in given[1:]))
+    scores = query @ key.mT / math.sqrt(8)
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones(9, 9, dtype=torch.bool).tril(), -math.inf)
+    expected = (scores.softmax(-1) * kept * (1 / keep if keep else 0)) @ value
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-4, atol=1e-5)
+    expected.backward(grad)
+    torch.testing.assert_close(list(grads), [tensor.grad for tensor in given], rtol=1e-4, atol=1e-5)
+
+
 def test_large_scores_do_not_overflow_and_bad_numbers_stay_where_they_are():
     query, key, value = operands(2, 2, 2, 6, 6)
     how = How(None, True, None)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ort_accel.lowering import lean_attention, row_attention
-from ort_accel.lowering.attention_kernels import PYTORCH, How, Kernels
+from ort_accel.lowering.attention_kernels import PYTORCH, Failed, How, Kernels
 from ort_accel.lowering.attention_precision import BACKWARD, FORWARD
 from ort_accel.lowering.attention_products import AttentionProducts
 from ort_accel.lowering.row_operators import own
@@ -35,7 +35,7 @@ FEW = (1, 32)
 MANY = 1 << 20
 """Sequences and their length, and pairs of all heads."""
 
-TURNS = 4
+TURNS = 9
 
 GAIN = 0.1
 """The share of the time that products have to save: so much a busy machine gets wrong."""
@@ -48,32 +48,40 @@ class LargeByProducts:
         self._products, self._least = products, least
         self._failed = False
 
+    def drops(self, query: Tensor, pairs: int) -> bool:
+        """Whether products run a dropout."""
+        is_single = query.dtype == torch.float32 and query.device.type == "cpu"
+        return is_single and not self._failed and pairs >= max(1, self._least)
+
     def forward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
         """The result, and what the kernel that made it needs for the gradient."""
         query, key, _ = operands
-        if self._takes(query, key, how):
-            try:
-                return self._products.forward(operands, how)
-            except Exception:  # for lack of memory, say: PyTorch's kernel takes less
-                self._failed = True
+        if self._takes(query, key, how) and (found := self._tried(self._products.forward, operands, how)):
+            return found
         return PYTORCH.forward(operands, how)
 
     def backward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
         """The gradients of query, key and value."""
-        _, *given, out, sums = operands
-        if self._takes(given[0], given[1], how):
-            try:
-                return self._products.backward(operands, how)
-            except Exception:
-                self._failed = True
+        grad, *given, out, sums = operands
+        if self._takes(given[0], given[1], how) and (found := self._tried(self._products.backward, operands, how)):
+            return found
         if self._failed and not sums.any():  # the result came from products
             out, sums = PYTORCH.forward(given, how)
-        return PYTORCH.backward((operands[0], *given, out, sums), how)
+        return PYTORCH.backward((grad, *given, out, sums), how)
 
     def _takes(self, query: Tensor, key: Tensor, how: How) -> bool:
         samples, heads, queries = query.shape[:3]
-        is_plain = how.mask is None and query.dtype == torch.float32 and query.device.type == "cpu"
-        return is_plain and not self._failed and samples * heads * queries * key.shape[2] >= max(1, self._least)
+        return how.mask is None and self.drops(query, samples * heads * queries * key.shape[2])
+
+    def _tried(self, run: Callable[..., Sequence[Tensor]], operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
+        """What products give; nothing where they fail, which is left to PyTorch from then on: it takes less memory."""
+        try:
+            return run(operands, how)
+        except Exception as error:
+            self._failed = True
+            if how.kept is not None:
+                raise Failed from error
+            return ()
 
 
 class Attention:

@@ -48,7 +48,8 @@ class Noted(AttentionProducts):
 def products(monkeypatch):
     """Let products be the faster ones for any size."""
     noted = Noted()
-    monkeypatch.setattr(attention, "_measured", lambda *_: LargeByProducts(noted, 0))
+    kernels = LargeByProducts(noted, 0)
+    monkeypatch.setattr(attention, "_measured", lambda *_: kernels)
     return noted
 
 
@@ -73,13 +74,32 @@ def test_a_step_by_products_is_eagers(how, products):
     assert ort_accel.report(ours).counters[COUNTER] > 0
 
 
-def test_attention_on_rows_by_products_is_eagers(products):
-    eager, ours = pair(bert(attention_probs_dropout_prob=0.0))
+def assert_padded_steps_as_eager(dropout):
+    eager, ours = pair(bert(attention_probs_dropout_prob=dropout).train())
     for kept in ([9, 9, 9], [9, 4, 9]):
         mask = (torch.arange(9) < torch.tensor(kept)[:, None]).long()
         ids, labels = torch.randint(3, 32, (3, 9)), torch.tensor([0, 1, 0])
         assert_step_as_eager(eager, ours, input_ids=ids, attention_mask=mask, labels=labels)
-    assert "backward" in products.asked
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_attention_on_rows_by_products_is_eagers(dropout, products):
+    assert_padded_steps_as_eager(dropout)
+    assert products.asked[:2] == ["forward", "backward"]
+    assert len(products.asked) > 4
+
+
+@pytest.mark.parametrize("failing", [("forward",), ("backward",)], ids=str)
+def test_a_dropout_at_which_products_fail_is_pytorchs(failing, products):
+    products.failing = failing
+    assert_padded_steps_as_eager(0.3)
+    assert products.asked == ["forward", "backward"][: 1 + (failing == ("backward",))]
+
+
+def test_a_dropout_of_few_weights_is_pytorchs(products, monkeypatch):
+    monkeypatch.setattr(attention, "_measured", lambda *_: LargeByProducts(products, 10**6))
+    assert_padded_steps_as_eager(0.3)
+    assert products.asked == []
 
 
 def test_heads_that_share_keys_by_products_are_eagers(products):
