@@ -204,7 +204,7 @@ def _record_compute(config: Config, report: Report) -> None:
     why = "switched off" if kept is False else "no gradients were accumulated under autocast yet"
     report.off("precision.cache_cast_weights", why)
     ways = {
-        "auto": "as PyTorch chooses: a fused kernel, or matrix products; of many tokens the faster of both, as measured",
+        "auto": "as PyTorch chooses: a fused kernel, or matrix products; for many tokens the faster one, as measured",
         "products": "matrix products and a softmax, which ONNX Runtime runs",
     }
     wish = config.compute.attention

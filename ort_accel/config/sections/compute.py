@@ -62,8 +62,8 @@ class Compute(Section):
     attention: Literal["auto", "fused", "flash", "efficient", "products"] = "auto"
     """How `scaled_dot_product_attention` runs. `fused` keeps it one node that PyTorch's own kernel runs, `flash` and
     `efficient` insist on that variant, `products` writes it as matrix products and a softmax, which keeps it inside
-    ONNX Runtime. `auto` leaves that to PyTorch, and on CPU computes what a fused kernel would as tiles of products in ONNX
-    Runtime for as many tokens as a measurement says."""
+    ONNX Runtime. `auto` leaves that to PyTorch, and on CPU computes what a fused kernel would as tiles of products in
+    ONNX Runtime for as many tokens as a measurement says."""
 
     conv_algorithm: Literal["default", "heuristic", "exhaustive"] = "heuristic"
     """How cuDNN picks convolution kernels (cuda only): `exhaustive` tries all on the first step, for vision models that
