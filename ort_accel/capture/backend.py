@@ -111,6 +111,7 @@ class Backend:
             report=report,
             unwanted=frozenset(config.engine.run_in_pytorch),
             failed=self.policy.failed,
+            changed=self._unsettle,
             for_speed=config.compute.placement != "onnxruntime",
             fusions=config.compute.fusions is not False,
             estimator=estimator(config, runtime, settings, timed),
@@ -133,7 +134,8 @@ class Backend:
             steps_early=self.lowering.leaves is not None and config.optimizer.step_in_backward,
         )
         self.recompute = Recompute(config.memory, report, cutter, holding, config.observe.memory_stats)
-        self._graphs = self._settled = 0
+        self._graphs = 0
+        self._is_settled = True
         self._keeps_memory = False
         self._is_broken = False
         self.report_file = self._report_file()
@@ -212,6 +214,7 @@ class Backend:
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         number, self._graphs = self._graphs, self._graphs + 1
+        self._unsettle()
         static: set[str] = set()
         gradients: list[Source | None] = []
         partial: list[Partial] = []
@@ -225,14 +228,22 @@ class Backend:
         )
         with keeping_draws():
             run = compile_graph(module, inputs)
+        self._give_back()
         return WithoutUnused(run, partial) if partial else run
 
     def settle(self) -> None:
-        """Give back what compiling left behind, once, before the next step: it is of no size that steps need."""
-        if self._settled < self._graphs:
-            self._settled = self._graphs
-            if self._keeps_memory:
-                return_free_memory()
+        """Give back what compiling, or another library before, left behind, once, before the next step: it is of no
+        size that steps need."""
+        if not self._is_settled:
+            self._is_settled = True
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._keeps_memory:
+            return_free_memory()
+
+    def _unsettle(self) -> None:
+        self._is_settled = False
 
     def _memory_watch(self) -> MemoryWatch | None:
         """What follows the memory of steps, where that is asked for or little is to be held."""

@@ -23,8 +23,8 @@ from ort_accel.lowering.attention_kernels import How
 from ort_accel.runtime.sessions import Run, Sessions
 from ort_accel.runtime.tensors import to_ort
 
-PAIRS_OF_A_THREAD = 2**19
-"""How many scores a tile has for each thread: 2 MiB of them."""
+PAIRS_OF_A_THREAD = 2**18
+"""How many scores a tile has for each thread: 1 MiB of them."""
 
 CAUSAL_ROWS = 128
 """How many queries of a causal attention a tile has at the most. It has no keys that come behind the last of them."""

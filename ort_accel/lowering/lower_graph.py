@@ -53,6 +53,8 @@ class Lowering:
     unwanted: frozenset[str] = frozenset()
     failed: Callable[[Exception], bool] = lambda _: True
     """Told of a segment that failed at run time where PyTorch did not; says whether to try it again."""
+    changed: Callable[[], None] = lambda: None
+    """Told when another library takes work over, so that what the first one held can go."""
     for_speed: bool = True
     """Let PyTorch run what it runs faster. Without it, ONNX Runtime runs all that it can."""
     fusions: bool = True
@@ -264,7 +266,7 @@ class _Assembly:
         how = [Results(wanted, model.output_orders)] if self._lowering.own_results else []
         segment = OrtSegment(model, self._lowering.sessions, self._bound, twin, self._lowering.failed, name, *how)
         other = self._by_onednn(index, body, wanted)
-        run = segment if other is None else TwoWays(segment, other, body.nodes)
+        run = segment if other is None else TwoWays(segment, other, body.nodes, self._lowering.changed)
         return self._numbered(run, segment.inputs, wanted)
 
     def _by_onednn(self, index: int, body: Body, wanted: list[fx.Node]) -> PyTorchSegment | None:

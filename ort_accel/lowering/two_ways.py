@@ -6,7 +6,7 @@ six layers of 384, eight rows of 128 tokens, took 211 ms, and 191 ms with oneDNN
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import fx
@@ -22,12 +22,15 @@ from ort_accel.runtime.pool import release_unused
 class TwoWays:
     """Runs the segment one way or the other."""
 
-    def __init__(self, by_ort: OrtSegment, by_onednn: PyTorchSegment, nodes: Iterable[fx.Node]) -> None:
+    def __init__(
+        self, by_ort: OrtSegment, by_onednn: PyTorchSegment, nodes: Iterable[fx.Node], changed: Callable[[], None]
+    ) -> None:
+        """`changed` is told when oneDNN takes over."""
         self.inputs = by_ort.inputs
         self._by_ort, self._by_onednn = by_ort, by_onednn
         values = [tensor for node in nodes for tensor in fakes_in(node.meta["val"])]
         self._sizes = SizeFunction(expression(size) for value in values for size in value.shape)
-        self._known = KnownSizes()
+        self._known, self._changed = KnownSizes(), changed
 
     def __call__(self, tensors: list[Any], symbols: dict[str, int]) -> Sequence[Any]:
         """Run with these inputs."""
@@ -36,4 +39,5 @@ class TwoWays:
             if not self._known.came(sizes):
                 return self._by_ort(tensors, symbols)
             release_unused()  # what ONNX Runtime's results took is not needed again
+            self._changed()
         return self._by_onednn(tensors, symbols)
