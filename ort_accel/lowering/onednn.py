@@ -62,7 +62,20 @@ def can_multiply(node: fx.Node) -> bool:
 def product(*operands: Tensor) -> Tensor:
     """`mm(left, right)` or `addmm(row, left, right)`."""
     *row, left, right = operands
-    return torch.ops.mkldnn._linear_pointwise(left, right.t(), row[0] if row else None, "none", [], "")  # type: ignore[no-any-return]
+    if not row and _is_cheaper_turned(left, right):
+        return _product(right.t(), left.t()).t().contiguous()
+    return _product(left, right, *row)
+
+
+def _product(left: Tensor, right: Tensor, row: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(left, right.t(), row, "none", [], "")  # type: ignore[no-any-return]
+
+
+def _is_cheaper_turned(left: Tensor, right: Tensor) -> bool:
+    """Whether the product of the transposes, transposed, copies fewer numbers. The operator copies a left operand that
+    lies transposed in memory, as in the gradient of a weight: 3.7 ms for 1536 x 1024 by 1024 x 384, turned 3.2."""
+    is_turned = left.t().is_contiguous() and right.is_contiguous() and not left.is_contiguous()
+    return is_turned and left.numel() > right.numel() + left.shape[0] * right.shape[1]
 
 
 class KnownSizes:

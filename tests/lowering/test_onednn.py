@@ -41,6 +41,28 @@ def test_a_product_is_eagers_however_its_operands_lie(sizes, left, right):
         assert found.is_contiguous()
 
 
+@pytest.mark.parametrize(
+    ("sizes", "left", "turns"),
+    [
+        ((96, 64, 24), "transposed", True),
+        ((24, 64, 96), "transposed", False),
+        ((96, 64, 24), "plain", False),
+        ((96, 64, 24), "with gaps", False),
+    ],
+    ids=["a large left one", "a small left one", "as it lies", "with gaps"],
+)
+def test_the_smaller_operand_is_copied(sizes, left, turns, monkeypatch):
+    rows, inner, columns = sizes
+    one, other = laid(rows, inner, left), laid(inner, columns, "plain")
+    shapes = []
+    plain = onednn._product
+    monkeypatch.setattr(onednn, "_product", lambda *given: shapes.append(given[0].shape) or plain(*given))
+    found = product(one, other)
+    assert shapes == [(columns, inner) if turns else (rows, inner)]
+    torch.testing.assert_close(found, one.mm(other), rtol=1e-5, atol=1e-5)
+    assert found.is_contiguous()
+
+
 def called(target, *operands, **options):
     graph = fx.Graph()
     nodes = []
