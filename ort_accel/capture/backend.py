@@ -111,7 +111,7 @@ class Backend:
             report=report,
             unwanted=frozenset(config.engine.run_in_pytorch),
             failed=self.policy.failed,
-            changed=self._unsettle,
+            changed=self._left_behind,
             for_speed=config.compute.placement != "onnxruntime",
             fusions=config.compute.fusions is not False,
             estimator=estimator(config, runtime, settings, timed),
@@ -214,7 +214,6 @@ class Backend:
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         number, self._graphs = self._graphs, self._graphs + 1
-        self._unsettle()
         static: set[str] = set()
         gradients: list[Source | None] = []
         partial: list[Partial] = []
@@ -228,12 +227,11 @@ class Backend:
         )
         with keeping_draws():
             run = compile_graph(module, inputs)
-        self._give_back()
+        self._left_behind()
         return WithoutUnused(run, partial) if partial else run
 
     def settle(self) -> None:
-        """Give back what compiling, or another library before, left behind, once, before the next step: it is of no
-        size that steps need."""
+        """Give back what compiling left behind, once, before the next step: it is of no size that steps need."""
         if not self._is_settled:
             self._is_settled = True
             self._give_back()
@@ -242,8 +240,10 @@ class Backend:
         if self._keeps_memory:
             return_free_memory()
 
-    def _unsettle(self) -> None:
+    def _left_behind(self) -> None:
+        """Give back what something left behind, at once and before the next step."""
         self._is_settled = False
+        self._give_back()
 
     def _memory_watch(self) -> MemoryWatch | None:
         """What follows the memory of steps, where that is asked for or little is to be held."""
