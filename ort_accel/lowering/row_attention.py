@@ -78,10 +78,14 @@ class _Run(NamedTuple):
         """Of a head."""
         return self.sequences * self.alike[0].pairs
 
-    def how(self, scale: float | None, keep: float = 1.0) -> How:
+    def how(self, scale: float | None, keep: float) -> How:
         """How they attend."""
+        return How(self.mask(), self.is_causal, scale, self.kept(), keep)
+
+    def mask(self) -> Tensor | None:
+        """Which keys a query looks at, or what is added to the scores."""
         mask = self.known.mask if self.alike[0].kind == MASKED else None
-        return How(None if mask is None else self._part(mask), self.is_causal, scale, self.kept(), keep)
+        return None if mask is None else self._part(mask)
 
     def kept(self) -> Tensor | None:
         """What the weights are multiplied by: 1 where one is kept, 0 where it is dropped."""
@@ -400,7 +404,7 @@ def _weights(query: Tensor, key: Tensor, run: _Run) -> Tensor:
     scores = torch.bmm(query, key.mT)
     if run.is_causal:
         scores.masked_fill_(torch.ones_like(scores[0], dtype=torch.bool).triu_(1), -torch.inf)
-    elif (mask := run.how(None).mask) is not None:
+    elif (mask := run.mask()) is not None:
         scores.view(run.sequences, -1, *scores.shape[1:]).add_(added(mask, scores.dtype))
     return scores.softmax(-1)
 

@@ -6,6 +6,7 @@ on few pairs and on many, which tells from how many on products are the faster o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ort_accel.errors import first_line
 from ort_accel.lowering import lean_attention, row_attention
 from ort_accel.lowering.attention_kernels import PYTORCH, Failed, How, Kernels
 from ort_accel.lowering.attention_precision import BACKWARD, FORWARD
@@ -25,6 +27,8 @@ from ort_accel.reporting import Report
 from ort_accel.runtime.pool import release_unused
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.tuning import Runs
+
+LOG = logging.getLogger("ort_accel")
 
 LENGTHS = (128, 512)
 """Sequences that are timed: those closest to a graph's."""
@@ -79,6 +83,7 @@ class LargeByProducts:
             return run(operands, how)
         except Exception as error:
             self._failed = True
+            LOG.warning("ONNX Runtime failed at attention, which PyTorch runs from now on: %s", first_line(error))
             if how.kept is not None:
                 raise Failed from error
             return ()

@@ -127,7 +127,7 @@ def test_pytorchs_kernel_stays_where_bits_must_repeat_or_it_was_asked_for(config
 
 
 @pytest.mark.parametrize("failing", [("forward",), ("backward",), ("forward", "backward")], ids=str)
-def test_pytorchs_kernel_takes_over_where_products_fail(failing):
+def test_pytorchs_kernel_takes_over_where_products_fail(failing, caplog):
     noted = Noted(*failing)
     kernels = LargeByProducts(noted, 0)
     given = [torch.randn(2, 3, 5, 8) for _ in range(3)]
@@ -139,6 +139,9 @@ def test_pytorchs_kernel_takes_over_where_products_fail(failing):
         found = kernels.backward((grad, *given, *results), HOW)
         torch.testing.assert_close(found, PYTORCH.backward((grad, *given, *expected), HOW))
     assert noted.asked.count(failing[0]) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "ONNX Runtime failed at attention, which PyTorch runs from now on: no memory"
+    ]
 
 
 @pytest.mark.parametrize(
