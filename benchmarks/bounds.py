@@ -1,8 +1,8 @@
 """How fast a step could be at most: what its matrix products and attention kernels take alone. See `--help`.
 
-Both take attention from the same library, and ort_accel its products from the faster of two. What lies between these
-kernels is what an engine can save, so that the time of the kernels in its own step, which only computes what is needed,
-bounds how many times faster than eager it can get on this machine.
+Both take attention from the same library here, and ort_accel its products from the faster of two. What lies between
+these kernels is what an engine can save, so that the time of the kernels in its own step, which only computes what is
+needed, bounds how many times faster than eager it can get on this machine, unless ONNX Runtime has faster ones.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ BY_ONEDNN = "mkldnn::_linear_pointwise"
 ATTENTION = "aten::_scaled_dot_product"
 """How the names of attention's kernels begin, forward and backward."""
 
-IN_PYTORCH = {"engine": {"run_in_pytorch": [f"{name.replace('::', '.')}.default" for name in PRODUCTS]}}
-"""Let PyTorch run the products, where its profiler sees them."""
+IN_PYTORCH = {
+    "engine": {"run_in_pytorch": [f"{name.replace('::', '.')}.default" for name in PRODUCTS]},
+    "compute": {"attention": "fused"},
+}
+"""Let PyTorch run products and attention, where its profiler sees them."""
 
 
 @dataclass(frozen=True)
