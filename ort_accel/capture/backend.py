@@ -103,25 +103,7 @@ class Backend:
         configure(level)
         self.progress = Progress(report, level)
         self.policy = FallbackPolicy(config, report)
-        sessions = self._sessions(runtime, settings)
-        timed = products(config, runtime, settings, report)
-        self.lowering = Lowering(
-            sessions=sessions,
-            opset=opset(config, runtime),
-            report=report,
-            unwanted=frozenset(config.engine.run_in_pytorch),
-            failed=self.policy.failed,
-            changed=self._left_behind,
-            for_speed=config.compute.placement != "onnxruntime",
-            fusions=config.compute.fusions is not False,
-            estimator=estimator(config, runtime, settings, timed),
-            products=timed,
-            attention=attention(config, runtime, settings, report),
-            tuner=tuner(config, runtime, sessions.without_trace(), report),
-            copies=self._copies(),
-            leaves=Leaves(report) if config.memory.early_gradient_release and not zero3 else None,
-            own_results=config.memory.frugal and not self.place.is_cuda,
-        )
+        self.lowering = self._lowering(runtime, settings, zero3)
         self.skipping = SkippingPolicy(config, self.report)
         insists = divides_alike(config, settings) or self.place.is_cuda or config.engine.fallback == "error"
         self.evaluation = Evaluation(config.engine.compile_evaluation, not insists, report)
@@ -285,6 +267,28 @@ class Backend:
         file = ReportFile(self.report, self.config.observe.report_file)
         finalize(self, file.write_if_due)
         return file
+
+    def _lowering(self, runtime: Flavor, settings: SessionSettings, zero3: bool) -> Lowering:
+        config, report = self.config, self.report
+        sessions = self._sessions(runtime, settings)
+        timed = products(config, runtime, settings, report)
+        return Lowering(
+            sessions=sessions,
+            opset=opset(config, runtime),
+            report=report,
+            unwanted=frozenset(config.engine.run_in_pytorch),
+            failed=self.policy.failed,
+            changed=self._left_behind,
+            for_speed=config.compute.placement != "onnxruntime",
+            fusions=config.compute.fusions is not False,
+            estimator=estimator(config, runtime, settings, timed),
+            products=timed,
+            attention=attention(config, runtime, settings, report),
+            tuner=tuner(config, runtime, sessions.without_trace(), report),
+            copies=self._copies(),
+            leaves=Leaves(report) if config.memory.early_gradient_release and not zero3 else None,
+            own_results=config.memory.frugal and not self.place.is_cuda,
+        )
 
     def _sessions(self, runtime: Flavor, settings: SessionSettings) -> Sessions:
         folder = self.config.engine.cache_dir

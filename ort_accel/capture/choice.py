@@ -73,16 +73,20 @@ def divides_alike(config: Config, settings: SessionSettings) -> bool:
     return config.compute.placement != "auto" or settings.deterministic or config.memory.saves
 
 
+def _times_calls(config: Config, settings: SessionSettings) -> bool:
+    return not divides_alike(config, settings) and not settings.place.is_cuda
+
+
 def products(config: Config, runtime: Flavor, settings: SessionSettings, report: Report) -> Products | None:
     """What times large products, where nothing speaks against it."""
-    if divides_alike(config, settings) or settings.place.is_cuda:
+    if not _times_calls(config, settings):
         return None
     return Products(Machine(settings, opset(config, runtime)), report)
 
 
 def attention(config: Config, runtime: Flavor, settings: SessionSettings, report: Report) -> Attention | None:
     """What times attention, where nothing speaks against it."""
-    if divides_alike(config, settings) or settings.place.is_cuda or config.compute.attention != "auto":
+    if not _times_calls(config, settings) or config.compute.attention != "auto":
         return None
     return Attention(Machine(settings, opset(config, runtime)), report)
 
@@ -91,7 +95,7 @@ def estimator(
     config: Config, runtime: Flavor, settings: SessionSettings, products: Products | None
 ) -> Estimator | None:
     """What estimates who is faster, where nothing speaks against it and nothing else decides."""
-    if divides_alike(config, settings) or settings.place.is_cuda or config.compute.tuning.enabled:
+    if not _times_calls(config, settings) or config.compute.tuning.enabled:
         return None
     return Estimator(Machine(settings, opset(config, runtime)), products)
 

@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from ort_accel.lowering.attention_kernels import How
+from ort_accel.lowering.row_attention import PAIRS_OF_A_THREAD
 from ort_accel.runtime.sessions import Run, Sessions
 from ort_accel.runtime.tensors import to_ort
-
-PAIRS_OF_A_THREAD = 2**18
-"""How many scores a tile has for each thread: 1 MiB of them."""
 
 CAUSAL_ROWS = 128
 """How many queries of a causal attention a tile has at the most. It has no keys that come behind the last of them."""
