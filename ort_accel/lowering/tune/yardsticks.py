@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from ort_accel.lowering.flops import flops
@@ -204,16 +205,19 @@ def _last_of(run: Callable[[], object], in_a_row: int) -> float:
 
 
 def call_of(target: Any, arguments: Sequence[Any]) -> tuple[fx.GraphModule, fx.Node]:
-    """A graph that calls an operator with these arguments, and the call in it."""
-    graph = fx.Graph()
+    """A graph that calls an operator with arguments like these, and the call in it. It holds no memory: a graph stays
+    until cycles of references are collected, and that can take long."""
+    graph, mode = fx.Graph(), FakeTensorMode()
 
     def given(tensor: Tensor) -> fx.Node:
         node = graph.placeholder(f"given_{len(graph.nodes)}")
-        node.meta["val"] = tensor
+        node.meta["val"] = mode.from_tensor(tensor)
         return node
 
-    node = graph.call_function(target, tree_map_only(Tensor, given, tuple(arguments)))
-    node.meta["val"] = results = target(*arguments)
+    nodes = tree_map_only(Tensor, given, tuple(arguments))
+    node = graph.call_function(target, nodes)
+    with mode:
+        node.meta["val"] = results = target(*tree_map_only(fx.Node, lambda given: given.meta["val"], nodes))
     if isinstance(results, tuple):
         for number, result in enumerate(results):
             graph.call_function(operator.getitem, (node, number)).meta["val"] = result

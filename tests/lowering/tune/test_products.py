@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import fx, nn
@@ -73,6 +75,21 @@ def test_a_large_product_is_timed_on_all_sides(monkeypatch, operands, target):
     assert found is not None
     assert min(found.ort, found.pytorch, found.onednn) > 0
     assert found.amount == flops(node)
+
+
+def large_tensors():
+    return {id(item) for item in gc.get_objects() if type(item) is torch.Tensor and item.nbytes >= 2**20}
+
+
+def test_measuring_leaves_no_memory_behind_not_even_in_cycles():
+    gc.collect()
+    gc.disable()
+    try:
+        before = large_tensors()
+        assert products._measured(MACHINE, node_of(*fakes((1024, 512), (512, 1024)))) is not None
+        assert large_tensors() == before
+    finally:
+        gc.enable()
 
 
 def test_a_small_one_is_not():
