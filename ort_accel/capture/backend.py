@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 from weakref import finalize
 
@@ -46,6 +47,7 @@ from ort_accel.lowering.early_gradients import Gradients, Source
 from ort_accel.lowering.lean_attention import slim_attention
 from ort_accel.lowering.lower_graph import Lowering, foreseen, lower_graph
 from ort_accel.lowering.nodes import find_numbers_from_data
+from ort_accel.lowering.pooled_results import LARGE
 from ort_accel.lowering.program import Program
 from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.freed_memory import (
@@ -111,7 +113,7 @@ class Backend:
         cutter = partial(foreseen, lowering=self.lowering)
         holding = Holding(
             shrinks=config.memory.frugal,
-            own_results=self.lowering.own_results,
+            pool_from=self.lowering.pool_from,
             shared=self.place.torch_memory,
             steps_early=self.lowering.leaves is not None and config.optimizer.step_in_backward,
         )
@@ -287,7 +289,7 @@ class Backend:
             tuner=tuner(config, runtime, sessions.without_trace(), report),
             copies=self._copies(),
             leaves=Leaves(report) if config.memory.early_gradient_release and not zero3 else None,
-            own_results=config.memory.frugal and not self.place.is_cuda,
+            pool_from=0 if self.place.is_cuda else inf if config.memory.frugal else LARGE,
         )
 
     def _sessions(self, runtime: Flavor, settings: SessionSettings) -> Sessions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from math import inf
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ort_accel.lowering.fuse import fuse
 from ort_accel.lowering.in_place import makes_memory
 from ort_accel.lowering.islands import merge_islands
 from ort_accel.lowering.nodes import count_ops, is_part, is_size, is_view, op_name, returned, tensors_of, user_line
-from ort_accel.lowering.ort_segment import OrtSegment, Results, build
+from ort_accel.lowering.ort_segment import OrtSegment, Results, build, lie_in_pool
 from ort_accel.lowering.program import SIZE, Program, Step, mark_last_uses
 from ort_accel.lowering.pytorch_segment import PyTorchSegment
 from ort_accel.lowering.segments import Assignment, Body, Cut, assign, body_of, cut
@@ -71,8 +72,9 @@ class Lowering:
     """Keeps autocast's copies of weights."""
     leaves: Leaves | None = None
     """Gives parameters their gradients before the backward ends."""
-    own_results: bool = False
-    """Let what leaves a segment of ONNX Runtime lie in memory of PyTorch, on the CPU."""
+    pool_from: float = 0
+    """From so many bytes on, a result lies in memory of ONNX Runtime's pool. Smaller ones that leave a segment lie in
+    PyTorch's, where others can come after them."""
     assigner: Assigner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -263,7 +265,7 @@ class _Assembly:
         model = build(body, wanted, self._lowering.opset)
         twin = cache(lambda: PyTorchSegment(body, wanted, self._module))
         name = f"{self._name} part {index}"
-        how = [Results(wanted, model.output_orders)] if self._lowering.own_results else []
+        how = [] if lie_in_pool(wanted, self._lowering.pool_from) else [Results(wanted, model.output_orders)]
         segment = OrtSegment(model, self._lowering.sessions, self._bound, twin, self._lowering.failed, name, *how)
         other = self._by_onednn(index, body, wanted)
         run = segment if other is None else TwoWays(segment, other, body.nodes, self._lowering.changed)
@@ -288,7 +290,7 @@ class _Assembly:
     def _pytorch_segment(
         self, body: Body, wanted: list[fx.Node], spent: Sequence[fx.Node], better: Mapping[fx.Node, Any]
     ) -> PyTorchSegment:
-        return PyTorchSegment(body, wanted, self._module, not self._lowering.own_results, spent, better)
+        return PyTorchSegment(body, wanted, self._module, self._lowering.pool_from < inf, spent, better)
 
     def _copying_step(self, casts: Sequence[WeightCast], copies: WeightCopies) -> Step:
         reads = [self._register[cast.weight] for cast in casts]

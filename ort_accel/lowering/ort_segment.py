@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from traceback import clear_frames
@@ -19,7 +19,7 @@ from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, Size
 from ort_accel.lowering.pytorch_segment import PyTorchSegment
 from ort_accel.lowering.registry import lower
 from ort_accel.lowering.segments import Body
-from ort_accel.lowering.sizes import SizeFunction, expression
+from ort_accel.lowering.sizes import SizeFunction, expression, hinted_bytes, is_known
 from ort_accel.runtime.out_of_memory import is_lack_of_memory
 from ort_accel.runtime.pool import release_unused
 from ort_accel.runtime.sessions import Sessions
@@ -104,6 +104,12 @@ def _converter(lasting: bool, order: Order | None) -> Callable[[torch.Tensor], O
     """Hands a tensor over as it lies in memory; one that usually stays at its place is handed over once."""
     convert = Bound().value if lasting else to_ort
     return convert if order is None else lambda tensor: convert(tensor.permute(order))
+
+
+def lie_in_pool(results: Iterable[fx.Node], pool_from: float) -> bool:
+    """Whether the results of a segment lie in ONNX Runtime's pool: all of them do, or none."""
+    values = [node.meta["val"] for node in results]
+    return any(hinted_bytes(value) >= pool_from or not all(map(is_known, value.shape)) for value in values)
 
 
 class Results:

@@ -17,9 +17,9 @@ from ort_accel.lowering.embedding_gradient import embedding_gradient
 from ort_accel.lowering.fuse.cross_entropy import JOINED, pooled_cross_entropy_gradient
 from ort_accel.lowering.in_place import dying_operands, write_over
 from ort_accel.lowering.nodes import depends_on_data, is_size
-from ort_accel.lowering.pooled_results import in_pool, is_for_pool
+from ort_accel.lowering.pooled_results import LARGE, in_pool, is_for_pool
 from ort_accel.lowering.segments import Body
-from ort_accel.lowering.sizes import SizeFunction, expression
+from ort_accel.lowering.sizes import SizeFunction, expression, hinted_bytes
 
 aten = torch.ops.aten
 
@@ -85,6 +85,11 @@ class PyTorchSegment:
         tensors.clear()
         results: Sequence[Any] = self._module(given)
         return results
+
+
+def lies_in_pool(node: fx.Node) -> bool:
+    """Whether the result of a node that PyTorch runs lies in ONNX Runtime's pool, where large ones may."""
+    return _is_for_pool(node) or (node.target in POOLED and hinted_bytes(node.meta["val"]) >= LARGE)
 
 
 def _is_for_pool(node: fx.Node) -> bool:

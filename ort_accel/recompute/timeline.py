@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch import fx
 from ort_accel.lowering.early_gradients import Gradients
 from ort_accel.lowering.host_operators import is_on_host, own
 from ort_accel.lowering.nodes import fakes_in, is_part, is_size, is_view, returned, tensors_of, writes
+from ort_accel.lowering.ort_segment import lie_in_pool
+from ort_accel.lowering.pytorch_segment import lies_in_pool
 from ort_accel.lowering.segments import Cut
 from ort_accel.lowering.sizes import hinted_bytes
 from ort_accel.recompute.gradients import gradients_of
@@ -51,8 +54,9 @@ class Holding:
     shrinks: bool = False
     """ONNX Runtime's pool gives back, behind the backward, what it does not use; otherwise every step begins with all
     that it ever held."""
-    own_results: bool = False
-    """What leaves a segment of ONNX Runtime lies in PyTorch's memory."""
+    pool_from: float = 0
+    """From so many bytes on, a result lies in ONNX Runtime's pool; smaller ones that leave a segment of it lie in
+    PyTorch's memory."""
     shared: bool = False
     """ONNX Runtime takes all its memory from PyTorch's pool, and gives it back there."""
     steps_early: bool = False
@@ -119,7 +123,7 @@ def timeline(
     gradients = gradients_of(forward, backward, wanted) if holding.steps_early else ()
     pools = Pools(holding.shared)
     step = Timeline(sum(map(_bytes, given)), STATES * sum(map(_bytes, trained)))
-    step.stages += _Half(forward, {}, set(), holding.own_results).stages("forward", pools, cutter(forward, ()))
+    step.stages += _Half(forward, {}, set(), holding.pool_from).stages("forward", pools, cutter(forward, ()))
     results = returned(forward.graph)
     kept = {node.name: owner(node).name for node in results if isinstance(node, fx.Node)}
     lasting = {kept[node.name] for node in results[:wanted] if isinstance(node, fx.Node)}
@@ -129,7 +133,7 @@ def timeline(
     for tangent in backward.graph.find_nodes(op="placeholder"):
         if is_tensor(tangent) and tangent.name not in there:
             pools.add(tangent.name, _bytes(tangent), Runner.PYTORCH)
-    second = _Half(backward, kept, lasting, holding.own_results, gradients)
+    second = _Half(backward, kept, lasting, holding.pool_from, gradients)
     step.stages += second.stages("backward", pools, cutter(backward, gradients))
     step.gradients = frozenset(second.memory(node) for node in returned(backward.graph) if isinstance(node, fx.Node))
     if holding.shrinks:
@@ -160,13 +164,13 @@ class _Half:
         module: fx.GraphModule,
         names: Mapping[str, str],
         lasting: Collection[str],
-        own_results: bool,
+        pool_from: float,
         gradients: Gradients = (),
     ) -> None:
         """`names` tells for inputs which value they are, `lasting` what stays although nobody here reads it,
-        `own_results` that what leaves a segment is PyTorch's, `gradients` which outputs leave as soon as the segment
-        that makes them has run."""
-        self._names, self._own_results = names, own_results
+        `pool_from` from how many bytes on a result lies in ONNX Runtime's pool, `gradients` which outputs leave as soon
+        as the segment that makes them has run."""
+        self._names, self._pool_from = names, pool_from
         results = returned(module.graph)
         early = [node for node, source in zip(results, gradients, strict=False) if source is not None]
         self._leaving = {self.memory(node) for node in early if isinstance(node, fx.Node)}
@@ -188,13 +192,14 @@ class _Half:
         for cut in cuts:
             reader = {self.memory(item): node for node in cut.nodes for item in _read(node)}
             given = set(pools) if cut.runner is Runner.ORT else set()
+            in_pytorch = self._in_pytorch(cut)
             highest = _stage(phase, pools)
             most = pools.bytes
             for node in cut.nodes:
                 read = dict.fromkeys(map(self.memory, _read(node)))
                 over = [name for name in read if self._is_over(name, cut) and name not in given]
                 over = [name for name in over if reader[name] is node]
-                self._compute(node, cut, over, pools)
+                self._compute(node, cut, over, in_pytorch, pools)
                 if pools.bytes > most:
                     highest, most = _stage(phase, pools), pools.bytes
                 pools.drop([BORROWED, *over, *(item.name for item in _made(node) if self._is_over(item.name))])
@@ -209,8 +214,10 @@ class _Half:
         """Whether a value begins and ends within a segment."""
         return self._is_over(name, cut) and name not in self._leaving
 
-    def _compute(self, node: fx.Node, cut: Cut, over: Collection[str], pools: Pools) -> None:
-        """Take what an operator needs. `over` is what it is the last to read."""
+    def _compute(
+        self, node: fx.Node, cut: Cut, over: Collection[str], in_pytorch: Collection[str], pools: Pools
+    ) -> None:
+        """Take what an operator needs. `over` is what it is the last to read, `in_pytorch` lies in PyTorch's memory."""
         made = _made(node)
         if borrowed := scratch(node, cut.runner):
             pools.add(BORROWED, borrowed, cut.runner)
@@ -220,9 +227,15 @@ class _Half:
                 pools.replace(donor, node.name)
                 return
         for item in made:
-            stays_within = self._is_inner(item.name, cut) or self._is_over(item.name)
-            is_result = self._own_results and not stays_within
-            pools.add(item.name, _bytes(item), Runner.PYTORCH if is_result else cut.runner)
+            pools.add(item.name, _bytes(item), Runner.PYTORCH if item.name in in_pytorch else Runner.ORT)
+
+    def _in_pytorch(self, cut: Cut) -> set[str]:
+        """What a segment makes in PyTorch's memory."""
+        made = [item for node in cut.nodes for item in _made(node)]
+        if cut.runner is Runner.PYTORCH:
+            return {item.name for item in made if self._pool_from == inf or not lies_in_pool(item)}
+        left = [item for item in made if not self._is_inner(item.name, cut) and not self._is_over(item.name)]
+        return set() if lie_in_pool(left, self._pool_from) else {item.name for item in left}
 
 
 def _stage(phase: str, pools: Pools) -> Stage:

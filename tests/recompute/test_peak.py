@@ -18,7 +18,7 @@ from tests.forked import START
 from tests.recompute.models import accelerated, model_and_batch
 from tests.tiers import mostly_long
 
-ROWS = 64
+ROWS = 256
 """Enough that ONNX Runtime's pool holds megabytes."""
 
 
