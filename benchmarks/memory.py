@@ -24,16 +24,18 @@ from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
 from ort_accel.config.values import bytes_in
 from ort_accel.errors import OrtAccelError
 from ort_accel.observe.freed_memory import return_free_memory
-from ort_accel.observe.process_memory import MostInUse, reset_peak, resident
+from ort_accel.observe.process_memory import MostInUse, in_use, reset_peak, resident
 from ort_accel.optim import FusedAdam, step_in_backward
 from ort_accel.runtime.pool import release_unused
 
 CHECKPOINTING = "eager, checkpointing"
 EARLY = "level 1, early updates"
 EQUAL = "checkpointing's peak, early"
-SETTLING = 3
-"""Steps before those that are timed: one compiles, the pools grow in the next, and in the third ort_accel measures its
-own peak, with pools that it has emptied."""
+SETTLING = 4
+"""Steps before those that are timed: one compiles, the pools grow in the next, ort_accel empties them before the third,
+and in the fourth it measures its own peak."""
+FILLING = 2
+"""Steps that fill the pools again."""
 MIB = 2**20
 
 CASES = {
@@ -87,9 +89,10 @@ class Figures:
     before: int = 0
     """Bytes of parameters, buffers and optimizer states."""
     in_use: int = 0
-    """By how many bytes a step grew what the allocators had given out and not got back, at most."""
+    """By how many bytes a step exceeds at most what the allocators had given out and not got back before it, with
+    nothing in it that is only kept for steps."""
     resident: int = 0
-    """By how many bytes the resident set grew in the same step at most; the C library keeps what is freed."""
+    """The same for the resident set; the C library keeps what is freed."""
     stash: int | None = None
     """Bytes that the forward keeps for the backward."""
     predicted: int | None = None
@@ -105,8 +108,8 @@ class Figures:
 
 
 def measure(way: Way, workload: Workload, steps: int, threads: int) -> Figures:
-    """Steps with AdamW in this process: those in which all settles, those that are timed, and one that begins with
-    empty pools, whose memory is measured."""
+    """Steps with AdamW in this process: those in which all settles, those that are timed, and those that fill empty
+    pools again, of which the last one's memory is measured."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(threads)
     model, batch = build(workload), batch_of(workload)
@@ -153,16 +156,20 @@ def _seconds(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -
 
 
 def _grown(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """By how many bytes what is in use, and what is resident, grow in a step that begins with empty pools."""
+    """By how many bytes what is in use, and what is resident, exceed in a step what they are with empty pools. The step
+    begins as any later one does: with all that those before it left in the pools."""
     release_unused()
     return_free_memory()
-    base, is_told = resident(), reset_peak()
+    base, used = resident(), in_use()
+    for _ in range(FILLING):
+        _step(model, batch, optimizer)
+    is_told = reset_peak()
     looking = MostInUse()
     _step(model, batch, optimizer)
-    used, most = looking.end(), resident("VmHWM")
-    if base is None or most is None or used is None or not is_told:
+    most_used, most = looking.end(), resident("VmHWM")
+    if base is None or used is None or most is None or most_used is None or not is_told:
         raise typer.BadParameter("this system does not tell the most memory that a process held; use Linux with glibc")
-    return used, most - base
+    return most_used - used, most - base
 
 
 def within(peak: int) -> Way:

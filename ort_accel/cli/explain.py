@@ -64,8 +64,8 @@ def _draw(report: Report, file: Path) -> None:
     save_report(report, file)
 
 
-MEASURED_STEPS = 4
-"""So many steps show a peak: two compile, one is measured, and the next one ends it."""
+MEASURED_STEPS = 5
+"""So many steps show a peak: two compile, one fills pools that were emptied, one is measured, and the next one ends it."""
 
 
 def _explained(

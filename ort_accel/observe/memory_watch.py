@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -19,10 +20,20 @@ from ort_accel.observe.process_memory import MostInUse, in_use, reset_peak, resi
 from ort_accel.reporting import MeasuredPeak, Report
 
 FIRST = 2
-"""The first step whose peak is measured; those before capture and compile."""
+"""The step before which what is only kept for later is given back; those before it capture and compile. It fills the
+pools again, and the next one is measured."""
 
 EACH = 10
 """So many steps are logged one by one; later ones where their number is a power of two."""
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What a process holds before pools fill, in bytes, and how much was compiled until then."""
+
+    resident: int
+    in_use: int | None
+    compiled: int
 
 
 class MemoryWatch:
@@ -34,7 +45,8 @@ class MemoryWatch:
         self._report, self._release, self._prints, self._frugal = report, release, prints, frugal
         self._step = -1
         self._model: Callable[[], nn.Module | None] = lambda: None
-        self._base, self._held, self._compiled = 0, 0, 0
+        self._base: _Base | None = None
+        self._held = 0
         self._sampled: MostInUse | None = None
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._hook = register_optimizer_step_post_hook(self._stepped)
@@ -51,7 +63,10 @@ class MemoryWatch:
         self._model, self._step = ref(model), self._step + 1
         is_due = self._step >= FIRST and self._report.measured_peak is None
         if is_due and _device(model).type == "cpu":
-            self._begin_measurement(model)
+            if self._base is None or self._base.compiled != self._report.counters["compilations"]:
+                self._base = self._emptied()
+            else:
+                self._begin_measurement(model)
         self._line("before forward")
 
     def after_forward(self, outputs: Any) -> None:
@@ -81,23 +96,28 @@ class MemoryWatch:
                 self._sampled.end()
             self._line("after step")
 
-    def _begin_measurement(self, model: nn.Module) -> None:
-        """Note what is there, with nothing in it that is only kept for later."""
+    def _emptied(self) -> _Base | None:
+        """What is there with nothing in it that is only kept for later; None where the system does not tell."""
         self._release()
         return_free_memory()
         base = resident()
-        if base is not None and reset_peak():
-            self._base, self._compiled = base, self._report.counters["compilations"]
+        return None if base is None else _Base(base, in_use(), self._report.counters["compilations"])
+
+    def _begin_measurement(self, model: nn.Module) -> None:
+        if reset_peak():
             self._held = sum(tensor.nbytes for tensor in self._tensors(model))
             self._sampled = MostInUse()
 
     def _end_measurement(self) -> None:
         """The step that was measured is over. One in which something was compiled does not count."""
-        base, self._base = self._base, 0
         sampled, self._sampled = self._sampled, None
-        used, most = sampled.end() if sampled is not None else None, resident("VmHWM")
-        if base and most is not None and self._report.counters["compilations"] == self._compiled:
-            self._report.measured_peak = MeasuredPeak(self._step, self._held, most - base, used)
+        if sampled is None or self._base is None:
+            return
+        base, self._base = self._base, None
+        used, most = sampled.end(), resident("VmHWM")
+        if most is not None and self._report.counters["compilations"] == base.compiled:
+            used = None if used is None or base.in_use is None else used - base.in_use
+            self._report.measured_peak = MeasuredPeak(self._step, self._held, most - base.resident, used)
 
     def _tensors(self, model: nn.Module) -> Iterator[Tensor]:
         """What is alive before the step: parameters, buffers, gradients that are kept, and the optimizer's states."""

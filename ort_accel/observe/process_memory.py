@@ -64,21 +64,19 @@ class MostInUse:
     EVERY = 0.001
 
     def __init__(self) -> None:
-        self._before = in_use()
-        self._most = self._before or 0
+        self._most = in_use()
         self._ended = Event()
         self._thread = Thread(target=self._look, name="ort_accel memory", daemon=True)
-        if self._before is not None:
+        if self._most is not None:
             self._thread.start()
 
     def end(self) -> int | None:
-        """Look no more. By how many bytes it grew at most until the first such call; None where nothing is told."""
-        if self._before is None:
-            return None
-        self._ended.set()
-        self._thread.join()
-        return self._most - self._before
+        """Look no more. The most bytes until the first such call; None where nothing is told."""
+        if self._most is not None:
+            self._ended.set()
+            self._thread.join()
+        return self._most
 
     def _look(self) -> None:
         while not self._ended.wait(self.EVERY):
-            self._most = max(self._most, in_use() or 0)
+            self._most = max(self._most or 0, in_use() or 0)

@@ -56,6 +56,11 @@ class Pools:
         return self._bytes[Runner.ORT]
 
     @property
+    def in_pytorch(self) -> int:
+        """How much is alive in PyTorch's pool."""
+        return self._bytes[Runner.PYTORCH]
+
+    @property
     def held(self) -> int:
         """How much ONNX Runtime holds."""
         return self.in_ort if self._shared else self._arena.held
@@ -70,7 +75,7 @@ class Pools:
         self._bytes[pool] += size
         if pool is Runner.ORT:
             self._arena.take(name, size)
-        ort, torch = self.held, self._bytes[Runner.PYTORCH]
+        ort, torch = self.held, self.in_pytorch
         held = ort if pool is Runner.ORT else torch
         if held > self.highest[pool].bytes:
             self.highest[pool] = Moment(dict(self._live[pool]), held)

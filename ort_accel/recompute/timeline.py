@@ -62,6 +62,11 @@ class Holding:
     steps_early: bool = False
     """The optimizer uses gradients up as soon as the segment that makes them has run."""
 
+    @property
+    def keeps(self) -> bool:
+        """Whether ONNX Runtime's pool holds all the time what it ever held."""
+        return not self.shrinks and not self.shared
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -123,7 +128,7 @@ def timeline(
     gradients = gradients_of(forward, backward, wanted) if holding.steps_early else ()
     pools = Pools(holding.shared)
     step = Timeline(sum(map(_bytes, given)), STATES * sum(map(_bytes, trained)))
-    step.stages += _Half(forward, {}, set(), holding.pool_from).stages("forward", pools, cutter(forward, ()))
+    step.stages += _Half(forward, {}, set(), holding).stages("forward", pools, cutter(forward, ()))
     results = returned(forward.graph)
     kept = {node.name: owner(node).name for node in results if isinstance(node, fx.Node)}
     lasting = {kept[node.name] for node in results[:wanted] if isinstance(node, fx.Node)}
@@ -133,7 +138,7 @@ def timeline(
     for tangent in backward.graph.find_nodes(op="placeholder"):
         if is_tensor(tangent) and tangent.name not in there:
             pools.add(tangent.name, _bytes(tangent), Runner.PYTORCH)
-    second = _Half(backward, kept, lasting, holding.pool_from, gradients)
+    second = _Half(backward, kept, lasting, holding, gradients)
     step.stages += second.stages("backward", pools, cutter(backward, gradients))
     step.gradients = frozenset(second.memory(node) for node in returned(backward.graph) if isinstance(node, fx.Node))
     if holding.shrinks:
@@ -142,7 +147,7 @@ def timeline(
     step.stages.append(_stage("optimizer", pools))
     step.highest = [pools.together] if holding.shared else [*pools.highest.values(), pools.together]
     step.own = pools.together.bytes
-    if not holding.shrinks and not holding.shared:
+    if holding.keeps:
         step.own = sum(moment.bytes for moment in pools.highest.values())
         step.stages = [replace(stage, held=pools.highest[Runner.ORT].bytes) for stage in step.stages]
     return step
@@ -164,13 +169,12 @@ class _Half:
         module: fx.GraphModule,
         names: Mapping[str, str],
         lasting: Collection[str],
-        pool_from: float,
+        holding: Holding,
         gradients: Gradients = (),
     ) -> None:
         """`names` tells for inputs which value they are, `lasting` what stays although nobody here reads it,
-        `pool_from` from how many bytes on a result lies in ONNX Runtime's pool, `gradients` which outputs leave as soon
-        as the segment that makes them has run."""
-        self._names, self._pool_from = names, pool_from
+        `gradients` which outputs leave as soon as the segment that makes them has run."""
+        self._names, self._holding, self._pool_from = names, holding, holding.pool_from
         results = returned(module.graph)
         early = [node for node, source in zip(results, gradients, strict=False) if source is not None]
         self._leaving = {self.memory(node) for node in early if isinstance(node, fx.Node)}
@@ -194,17 +198,21 @@ class _Half:
             given = set(pools) if cut.runner is Runner.ORT else set()
             in_pytorch = self._in_pytorch(cut)
             highest = _stage(phase, pools)
-            most = pools.bytes
+            most = self._counted(pools)
             for node in cut.nodes:
                 read = dict.fromkeys(map(self.memory, _read(node)))
                 over = [name for name in read if self._is_over(name, cut) and name not in given]
                 over = [name for name in over if reader[name] is node]
                 self._compute(node, cut, over, in_pytorch, pools)
-                if pools.bytes > most:
-                    highest, most = _stage(phase, pools), pools.bytes
+                if self._counted(pools) > most:
+                    highest, most = _stage(phase, pools), self._counted(pools)
                 pools.drop([BORROWED, *over, *(item.name for item in _made(node) if self._is_over(item.name))])
             pools.drop([name for name in given | self._leaving if self._is_over(name, cut)])
             yield highest
+
+    def _counted(self, pools: Pools) -> int:
+        """What makes one moment higher than another one."""
+        return pools.in_pytorch if self._holding.keeps else pools.bytes
 
     def _is_over(self, name: str, cut: Cut | None = None) -> bool:
         """Whether a value is read for the last time in a segment; without one, whether it is read nowhere."""

@@ -66,7 +66,7 @@ def test_the_measured_peak_covers_what_the_step_keeps():
     assert memory.stash >= 2 * 4096 * 64 * 32 * 4
     assert peak.bytes > memory.stash
     assert 3 * parameters <= peak.held < 3 * parameters + 100, "two moments of each parameter, and step counts"
-    assert "measured peak of step 2" in str(ort_accel.observe.feature_table.feature_table(report))
+    assert "measured peak of step 3" in str(ort_accel.observe.feature_table.feature_table(report))
 
 
 def test_steps_that_compile_are_not_measured():
@@ -76,10 +76,22 @@ def test_steps_that_compile_are_not_measured():
         watch.before_forward(model)
         report.counters["compilations"] += 1
     assert report.measured_peak is None
-    watch.before_forward(model)
-    watch.before_forward(model)
-    assert report.measured_peak.step == 5
+    for _ in range(3):
+        watch.before_forward(model)
+    assert report.measured_peak.step == 6
     watch.close()
+
+
+def test_what_steps_leave_in_a_pool_counts():
+    report, pool = Report(), []
+    watch, model = MemoryWatch(report, pool.clear, prints=False), nn.Linear(2, 2)
+    for _ in range(memory_watch.FIRST + 3):
+        watch.before_forward(model)
+        if not pool:
+            pool.append(torch.ones(1 << 24))
+    watch.close()
+    assert report.measured_peak.in_use >= pool[0].nbytes
+    assert report.measured_peak.bytes >= pool[0].nbytes
 
 
 def test_where_the_system_tells_nothing_nothing_is_measured(monkeypatch, tmp_path, capsys):

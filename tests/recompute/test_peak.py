@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ort_accel
+from ort_accel.capture import backend
 from ort_accel.observe import freed_memory
 from ort_accel.observe.freed_memory import JOINING, hold_little, joins_freed_blocks, keep_freed_blocks
 from ort_accel.observe.process_memory import in_use, resident
@@ -178,9 +179,13 @@ def test_what_the_library_was_told_holds(variables, promise):
     assert not promise or pages > PAGES / 2
 
 
-@pytest.mark.parametrize("level", mostly_long([0, 1], 1))
-def test_only_a_step_that_saves_memory_writes_gradients_into_pytorchs_memory(level):
+ALL, LARGE_ONLY = (0, 0, True), (0, 32 << 20, False)
+
+
+@pytest.mark.parametrize(("level", "large", "lends"), mostly_long([ALL, LARGE_ONLY, (1, 0, False)], ALL, LARGE_ONLY))
+def test_onnx_runtime_lends_large_gradients_where_no_memory_is_to_be_saved(monkeypatch, level, large, lends):
+    monkeypatch.setattr(backend, "LARGE", large)
     model = accelerated("bert", {"level": level})
     step(model, **model_and_batch("bert", 2)[1])
     owners = {parameter.grad.untyped_storage().resizable() for parameter in model.parameters()}
-    assert owners == ({True} if level else {True, False}), "what ONNX Runtime lends cannot be resized"
+    assert owners == ({True, False} if lends else {True}), "what ONNX Runtime lends cannot be resized"

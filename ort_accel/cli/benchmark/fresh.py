@@ -79,14 +79,12 @@ def most_memory(name: str, workload: Workload, config: Config) -> dict[str, Any]
             reset_peak()
         _later_step(model, batch, workload)
     later = resident("VmHWM")
-    kept, looking = in_use(), MostInUse()
+    looking = MostInUse()
     _later_step(model, batch, workload)
-    grown = looking.end()
-    most = None if kept is None or grown is None else kept + grown
     return {
         "first_step_mib": _mebibytes_between(begin, first),
         "later_steps_mib": _mebibytes_between(begin, later),
-        "in_use_mib": _mebibytes_between(used, most),
+        "in_use_mib": _mebibytes_between(used, looking.end()),
     }
 
 
