@@ -65,7 +65,7 @@ def _draw(report: Report, file: Path) -> None:
 
 
 MEASURED_STEPS = 5
-"""So many steps show a peak: two compile, one fills pools that were emptied, one is measured, and the next one ends it."""
+"""So many steps show a peak: two compile, one fills empty pools, one is measured, and the next one ends it."""
 
 
 def _explained(
