@@ -89,7 +89,10 @@ class PyTorchSegment:
 
 def lies_in_pool(node: fx.Node) -> bool:
     """Whether the result of a node that PyTorch runs lies in ONNX Runtime's pool, where large ones may."""
-    return _is_for_pool(node) or (node.target in POOLED and hinted_bytes(node.meta["val"]) >= LARGE)
+    if node.target not in POOLED:
+        return _is_for_pool(node)
+    value = node.meta["val"]
+    return value.device.type == "cpu" and value.dtype == torch.float32 and hinted_bytes(value) >= LARGE
 
 
 def _is_for_pool(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 import ort_accel
 from ort_accel.capture import backend
+from ort_accel.lowering import embedding_gradient, pooled_results, pytorch_segment
 from ort_accel.observe import freed_memory
 from ort_accel.observe.freed_memory import JOINING, hold_little, joins_freed_blocks, keep_freed_blocks
 from ort_accel.observe.process_memory import in_use, resident
@@ -23,8 +24,10 @@ ROWS = 256
 """Enough that ONNX Runtime's pool holds megabytes."""
 
 
-def look(name, results):
+def look(name, large, results):
     """What ONNX Runtime's pool holds after a step, the graph's timeline and the report of its memory."""
+    for room in (backend, embedding_gradient, pooled_results, pytorch_segment):
+        room.LARGE = large
     seen = []
 
     def noted(*how):
@@ -42,10 +45,11 @@ def look(name, results):
     results.put((held - in_use(), seen[-1].stages[0].held, seen[-1].peak, memory, parameters))
 
 
+@pytest.mark.parametrize("large", [128 << 10, 32 << 20], ids=["from 128 KiB on", "from 32 MiB on"])
 @pytest.mark.parametrize("name", mostly_long(["bert", "llama"], "bert"))
-def test_the_pool_holds_what_was_predicted(name):
+def test_the_pool_holds_what_was_predicted(name, large):
     results = START.Queue()
-    process = START.Process(target=look, args=(name, results))  # where the pool has nothing left of other tests
+    process = START.Process(target=look, args=(name, large, results))  # where the pool has nothing left of other tests
     process.start()
     held, predicted, peak, memory, parameters = results.get(timeout=900)
     process.join()
