@@ -6,6 +6,7 @@ import resource
 
 import pytest
 import torch
+from torch import nn
 
 import ort_accel
 from ort_accel.capture import backend
@@ -58,6 +59,21 @@ def test_the_pool_holds_what_was_predicted(name, large):
     assert max(totals) == memory.frontier[-1].bytes == peak
     assert memory.stages[-1].amounts["gradients"] == parameters
     assert memory.stages[-1].amounts["optimizer states"] == 2 * parameters
+
+
+@pytest.mark.parametrize(("large", "in_pool"), [(32 << 10, True), (32 << 20, False)])
+def test_a_large_result_of_pytorchs_counts_where_it_lies(monkeypatch, large, in_pool):
+    for room in (backend, embedding_gradient, pooled_results, pytorch_segment):
+        monkeypatch.setattr(room, "LARGE", large)
+    seen, timeline = [], optimizer.timeline
+    monkeypatch.setattr(optimizer, "timeline", lambda *how: seen.append(timeline(*how)) or seen[-1])
+    model = nn.Sequential(nn.Embedding(3000, 64), nn.Linear(64, 1))
+    quiet = {"log_level": "error", "memory_stats": True}
+    ort_accel.accelerate(model, {"memory": {"level": 0}, "observe": quiet})
+    model(torch.randint(0, 3000, (2, 5))).sum().backward()
+    [step] = seen
+    assert (step.stages[0].held >= model[0].weight.nbytes) is in_pool
+    assert step.own >= model[0].weight.nbytes
 
 
 def test_gradients_that_are_used_up_within_the_backward_are_never_there_together():
