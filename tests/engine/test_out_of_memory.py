@@ -8,6 +8,7 @@ from accelerate.utils import find_executable_batch_size
 from torch import nn
 
 import ort_accel
+from ort_accel.capture import backend
 from tests.forked import START
 from tests.memory_limit import memory_limit
 
@@ -55,8 +56,9 @@ def found(model):
     return tried
 
 
-def main(folder):
+def main(folder, pool_from):
     torch.set_num_threads(1)
+    backend.LARGE = pool_from
     mine, stock = ort_accel.accelerate(a_model(), QUIET), a_model()
     for rows in (4, 6):
         step(mine, rows)
@@ -73,20 +75,28 @@ def main(folder):
     (folder / "seen.json").write_text(json.dumps(seen))
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+@pytest.fixture(
+    scope="module",
+    params=[
+        (0, "Failed to allocate memory for requested buffer of size 102400000"),
+        (32 << 20, "you tried to allocate 102400000 bytes"),
+    ],
+    ids=["results in the pool", "results in PyTorch's memory"],
+)
+def seen(tmp_path_factory, request):
+    pool_from, lack = request.param
     folder = tmp_path_factory.mktemp("memory")
-    process = START.Process(target=main, args=(folder,))
+    process = START.Process(target=main, args=(folder, pool_from))
     process.start()
     process.join(100)
     assert process.exitcode == 0
-    return json.loads((folder / "seen.json").read_text())
+    return json.loads((folder / "seen.json").read_text()) | {"lack": lack}
 
 
 def test_the_error_is_pytorchs_and_says_what_helps(seen):
     said = seen["too large"]
     assert "you tried to allocate 102400000 bytes" in said["error"]
-    assert "Failed to allocate memory for requested buffer of size 102400000" in said["first"]
+    assert seen["lack"] in said["first"]
     (note,) = said["notes"]
     assert note.startswith("ort_accel: this process ran out of memory. It holds ")
     assert "memory.budget or memory.level" in note
