@@ -35,7 +35,7 @@ SETTLING = 4
 """Steps before those that are timed: one compiles, the pools grow in the next, ort_accel empties them before the third,
 and in the fourth it measures its own peak."""
 FILLING = 2
-"""Steps that fill the pools again."""
+"""Steps that fill the pools again. Where none are timed, ort_accel empties them once more before the second one."""
 MIB = 2**20
 
 CASES = {

@@ -174,7 +174,7 @@ class _Half:
     ) -> None:
         """`names` tells for inputs which value they are, `lasting` what stays although nobody here reads it,
         `gradients` which outputs leave as soon as the segment that makes them has run."""
-        self._names, self._holding, self._pool_from = names, holding, holding.pool_from
+        self._names, self._holding = names, holding
         results = returned(module.graph)
         early = [node for node, source in zip(results, gradients, strict=False) if source is not None]
         self._leaving = {self.memory(node) for node in early if isinstance(node, fx.Node)}
@@ -241,9 +241,9 @@ class _Half:
         """What a segment makes in PyTorch's memory."""
         made = [item for node in cut.nodes for item in _made(node)]
         if cut.runner is Runner.PYTORCH:
-            return {item.name for item in made if self._pool_from == inf or not lies_in_pool(item)}
+            return {item.name for item in made if self._holding.pool_from == inf or not lies_in_pool(item)}
         left = [item for item in made if not self._is_inner(item.name, cut) and not self._is_over(item.name)]
-        return set() if lie_in_pool(left, self._pool_from) else {item.name for item in left}
+        return set() if lie_in_pool(left, self._holding.pool_from) else {item.name for item in left}
 
 
 def _stage(phase: str, pools: Pools) -> Stage:
