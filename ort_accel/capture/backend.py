@@ -50,13 +50,8 @@ from ort_accel.lowering.nodes import find_numbers_from_data
 from ort_accel.lowering.pooled_results import LARGE
 from ort_accel.lowering.program import Program
 from ort_accel.observe.density import DensityInspector
-from ort_accel.observe.freed_memory import (
-    JOINING,
-    hold_little,
-    joins_freed_blocks,
-    keep_freed_blocks,
-    return_free_memory,
-)
+from ort_accel.observe.freed_memory import keep_freed_blocks, return_free_memory
+from ort_accel.observe.little_held import LittleHeld
 from ort_accel.observe.logs import configure, speaks
 from ort_accel.observe.memory_watch import MemoryWatch
 from ort_accel.observe.progress import Progress
@@ -232,24 +227,14 @@ class Backend:
     def _memory_watch(self) -> MemoryWatch | None:
         """What follows the memory of steps, where that is asked for or little is to be held."""
         wished, frugal = self.config.observe.memory_stats, self.config.memory.frugal
-        if not self.place.is_cuda:
-            if self.config.memory.budget is not None:
-                self._hold_little()
-            elif joins_freed_blocks() or not frugal:
-                self._keeps_memory = keep_freed_blocks()
+        self._keeps_memory = not self.place.is_cuda and keep_freed_blocks()
         if not wished and not frugal:
             return None
         prints = wished and speaks(self.config.observe.log_level)
-        watch = MemoryWatch(self.report, release_unused, prints, frugal)
+        behind = (release_unused, self.lowering.before_segments) if frugal else ()
+        watch = MemoryWatch(self.report, release_unused, prints, behind)
         finalize(self, watch.close)
         return watch
-
-    def _hold_little(self) -> None:
-        if hold_little() and not joins_freed_blocks():
-            self.report.note(
-                "memory.budget: each block of 1 MiB or more goes back to the system as it is freed, and is taken anew; "
-                f"steps are faster with GLIBC_TUNABLES={JOINING} in the environment, or on glibc 2.39 or newer"
-            )
 
     def serves(self, config: Config, device: torch.device) -> bool:
         """Whether this is what a model on a device needs for a configuration."""
@@ -290,6 +275,7 @@ class Backend:
             copies=self._copies(),
             leaves=Leaves(report) if config.memory.early_gradient_release and not zero3 else None,
             pool_from=0 if self.place.is_cuda else inf if config.memory.frugal else LARGE,
+            before_segments=(lambda: None) if config.memory.budget is None or self.place.is_cuda else LittleHeld(),
         )
 
     def _sessions(self, runtime: Flavor, settings: SessionSettings) -> Sessions:

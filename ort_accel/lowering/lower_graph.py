@@ -56,6 +56,8 @@ class Lowering:
     """Told of a segment that failed at run time where PyTorch did not; says whether to try it again."""
     changed: Callable[[], None] = lambda: None
     """Told when another library takes work over, so that what the first one held can go."""
+    before_segments: Callable[[], None] = lambda: None
+    """Called before each segment runs."""
     for_speed: bool = True
     """Let PyTorch run what it runs faster. Without it, ONNX Runtime runs all that it can."""
     fusions: bool = True
@@ -195,7 +197,7 @@ class _Assembly:
         outputs = [self._register.get((LEFT, at), self._output(item)) for at, item in enumerate(results)]
         mark_last_uses(steps, {index for index in outputs if index is not None})
         sizes = SizeFunction(expression(i.meta["val"] if isinstance(i, fx.Node) else i) for i in results if _sized(i))
-        return Program(steps, len(self._register), symbols, outputs, sizes)
+        return Program(steps, len(self._register), symbols, outputs, sizes, self._lowering.before_segments)
 
     def _returned_views(self, results: Sequence[Any]) -> list[fx.Node]:
         """Views among the graph's outputs; PyTorch takes them at the end, at no cost."""

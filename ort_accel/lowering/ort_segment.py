@@ -21,6 +21,7 @@ from ort_accel.lowering.registry import lower
 from ort_accel.lowering.segments import Body
 from ort_accel.lowering.sizes import SizeFunction, expression, hinted_bytes, is_known
 from ort_accel.runtime.out_of_memory import is_lack_of_memory
+from ort_accel.runtime.plain_blocks import unfilled
 from ort_accel.runtime.pool import release_unused
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.tensors import Bound, OrtValue, sizes_to_ort, to_ort
@@ -113,8 +114,8 @@ def lie_in_pool(results: Iterable[fx.Node], pool_from: float) -> bool:
 
 
 class Results:
-    """Makes the tensors that a model is to write its results into: memory of PyTorch, which each of them gives back by
-    itself. What ONNX Runtime's pool hands out keeps its neighbours in the pool."""
+    """Makes the tensors that a model is to write its results into: memory of the C library, which each of them gives
+    back by itself. What ONNX Runtime's pool hands out keeps its neighbours in the pool."""
 
     def __init__(self, wanted: Sequence[fx.Node], orders: Sequence[Order | None]) -> None:
         shapes = [_permuted(node.meta["val"], order).shape for node, order in zip(wanted, orders, strict=True)]
@@ -126,7 +127,7 @@ class Results:
         """As many as the model has results."""
         sizes = iter(self._sizes(symbols))
         shapes = [[next(sizes) for _ in range(rank)] for rank in self._ranks]
-        return [torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, self._types, strict=True)]
+        return [unfilled(shape, dtype) for shape, dtype in zip(shapes, self._types, strict=True)]
 
 
 class OrtSegment:

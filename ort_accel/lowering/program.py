@@ -38,13 +38,16 @@ class Program:
         symbols: SymbolSource,
         outputs: list[int | None],
         output_sizes: SizeFunction,
+        before_each: Callable[[], None] = lambda: None,
     ) -> None:
+        """`before_each` is called before each step."""
         self._boxed_call = True  # AOTAutograd's sign for "takes one list and may empty it"; copied with __dict__
         self.steps = steps
         self._registers = registers
         self._symbols = symbols
         self._outputs = outputs
         self._output_sizes = output_sizes
+        self._before_each = before_each
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run all segments. An output that is a size, not a tensor, is computed from the symbols."""
@@ -53,6 +56,7 @@ class Program:
         symbols: Symbols = {}
         self._symbols.read(registers, symbols)
         for step in self.steps:
+            self._before_each()
             tensors = [registers[index] for index in step.inputs]
             for index in step.last_use:  # before the step, which can then free what it no longer needs
                 registers[index] = None

@@ -11,20 +11,14 @@ from typing import Any
 JOINING = "glibc.malloc.tcache_count=0"
 """The tunable that has glibc join freed blocks with what lies around them. It reads it when a process starts."""
 
-LARGE = 2**20
-"""Bytes."""
-
 _JOINS_SINCE = (2, 39)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """The numbers of these parameters for glibc's `mallopt`."""
 _LARGEST_IN_HEAP, _NEVER = 32 << 20, -1
-"""The largest value of the second that glibc allows, and for the first that nothing is given back."""
+"""The largest value of the second that glibc allows, and for the first that nothing is given back by itself."""
 _THRESHOLDS = ("trim_threshold", "mmap_threshold", "top_pad")
 """What somebody may have told glibc: as `MALLOC_TOP_PAD_` in the environment, or as `glibc.malloc.top_pad` among its
 tunables."""
-
-_promised = [False]
-"""Whether the process is to hold little."""
 
 
 def return_free_memory() -> None:
@@ -44,30 +38,16 @@ def joins_freed_blocks() -> bool:
     return JOINING in _tunables().split(":") or _glibc() >= _JOINS_SINCE
 
 
-def hold_little() -> bool:
-    """Let the C library keep little of what is freed; whether it will.
-
-    By itself glibc raises the size from which on it gives a block back at once up to 32 MiB, and keeps smaller ones for
-    later. Where it leaves gaps between these, only large ones that go back keep the process small, and it takes time
-    to get them anew: 0.75 instead of 0.55 s for a step of a BERT of six layers of 384. Without gaps half of that size
-    is as small as it need be.
-    """
-    _promised[0] = True
-    if joins_freed_blocks():
-        return _set_thresholds(_LARGEST_IN_HEAP // 2, _NEVER)
-    return _set_thresholds(LARGE, 2 * LARGE)  # twice as much, as glibc keeps it by itself
-
-
 def keep_freed_blocks() -> bool:
     """Let the C library keep what a step frees for the next one; whether it will.
 
     By itself glibc gives the end of its memory back whenever more than twice the largest block is free there. A step
     then takes it anew, page by page: 15,000 pages in each step of a masked language model took 100 ms of 740 on two
-    virtual cores. It is left as it is where somebody has told it what to do, and where little is to be held.
+    virtual cores. It is left as it is where somebody has told it what to do.
     """
     tunables = _tunables()
     told = any(f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}" in tunables for name in _THRESHOLDS)
-    return not told and not _promised[0] and _set_thresholds(_LARGEST_IN_HEAP, _NEVER)
+    return not told and _set_thresholds(_LARGEST_IN_HEAP, _NEVER)
 
 
 @cache

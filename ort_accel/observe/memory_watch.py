@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -39,10 +39,12 @@ class _Base:
 class MemoryWatch:
     """Follows the training steps of one model."""
 
-    def __init__(self, report: Report, release: Callable[[], None], prints: bool, frugal: bool = False) -> None:
-        """`release` empties the pool of ONNX Runtime, `prints` asks for the line of each phase; `frugal` has the pool
-        emptied behind every backward."""
-        self._report, self._release, self._prints, self._frugal = report, release, prints, frugal
+    def __init__(
+        self, report: Report, release: Callable[[], None], prints: bool, behind: Sequence[Callable[[], None]] = ()
+    ) -> None:
+        """`release` empties the pool of ONNX Runtime, `prints` asks for the line of each phase; `behind` are called, in
+        this order, behind each backward."""
+        self._report, self._release, self._prints, self._behind = report, release, prints, behind
         self._step = -1
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._base: _Base | None = None
@@ -80,8 +82,8 @@ class MemoryWatch:
             first.register_hook(lambda _: queue(lambda: self._backwarded(step)))  # type: ignore[no-untyped-call]
 
     def _backwarded(self, step: int) -> None:
-        if self._frugal:
-            self._release()
+        for call in self._behind:
+            call()
         if step == self._step:
             self._line("after backward")
 

@@ -7,12 +7,14 @@ so that the most of the whole process stays known.
 from __future__ import annotations
 
 import ctypes
+from mmap import PAGESIZE
 from pathlib import Path
 from threading import Event, Thread
 
 from ort_accel.observe.freed_memory import of_c_library
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_PAGES = Path("/proc/self/statm")
 
 _before_reset = [0]
 
@@ -24,6 +26,16 @@ def resident(key: str = "VmRSS") -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
+
+
+def resident_now() -> int:
+    """Bytes of memory in use, told in a third of the time: for those who ask many times in a step. 0 where the system
+    does not tell."""
+    try:
+        with _PAGES.open("rb", buffering=0) as file:
+            return int(file.read().split()[1]) * PAGESIZE
+    except OSError:
+        return 0
 
 
 def reset_peak() -> bool:
