@@ -185,14 +185,14 @@ class Bench:
         self._facts = machine.facts(threads)
         self.found: dict[str, Figures] = {}
         self.largest: dict[str, int] = {}
+        self._refused: Figures | None = None
 
     def run(self, way: Way) -> None:
-        """Measure a way. A budget below one that was refused would be refused, too."""
-        refused = next((item for item in self.found.values() if item.refused), None)
-        if not isinstance(way.budget, float) or refused is None:
-            self.found[way.name] = self._alone(way, self.workload, self._steps)
-        else:
-            self.found[way.name] = refused
+        """Measure a way. A share below one that was refused would be refused, too."""
+        refused = self._refused if isinstance(way.budget, float) else None
+        self.found[way.name] = refused or self._alone(way, self.workload, self._steps)
+        if isinstance(way.budget, float) and self.found[way.name].refused:
+            self._refused = self.found[way.name]
         typer.echo(_line(way.name, self.found[way.name]))
         self._write()
 

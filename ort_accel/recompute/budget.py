@@ -2,10 +2,11 @@
 least cost.
 
 One sequence of ever larger choices is made for a graph, whatever the budget: each round looks at the highest moments
-of the step as it would be, and takes those places whose values are alive then and that free most bytes for a
+of the step as it would be, and takes those places whose values only wait then and that free most bytes for a
 millisecond. Where nothing more can be freed then, what is kept at other moments is taken, too: ONNX Runtime's pool
-holds what it held before. A budget takes the first choice of the sequence that it holds. So a smaller budget computes
-again whatever a larger one does, and never takes more memory.
+holds what it held before. What lies outside of layers comes last: most of it is needed at once in the backward. A
+budget takes the first choice of the sequence that it holds. So a smaller budget computes again whatever a larger one
+does, and never takes more memory.
 
 Where values can be moved to host memory, there is a second sequence, which takes places and moves by what they are
 worth. A budget takes the cheaper of the two choices, so that no step costs more for it.
@@ -51,18 +52,22 @@ class Choice:
         return sum(map(milliseconds, self.nodes)) + self.step.moving
 
 
-def choices(options: Sequence[Budgeted], always: Collection[fx.Node], foresee: Foresee) -> Iterator[Choice]:
-    """Ever larger choices, from none of the options on; `always` is computed again in any case."""
+def choices(options: Sequence[Sequence[Budgeted]], always: Collection[fx.Node], foresee: Foresee) -> Iterator[Choice]:
+    """Ever larger choices, from none of the options on; `always` is computed again in any case. Of several lists of
+    options one is gone through after the other."""
     nodes, moved = frozenset(always), frozenset[str]()
     choice = Choice((), nodes, foresee(nodes, moved))
-    step, left = choice.step.own // ROUNDS, list(options)
+    step, left = choice.step.own // ROUNDS, options
     while True:
         yield choice
-        live = set[str]().union(*(moment.live for moment in choice.step.highest))
-        taken = _most_worth(left, live, choice.moved, step) or _most_worth(left, choice.step.stash, choice.moved, step)
-        if not taken:
+        idle = set[str]().union(*(moment.idle for moment in choice.step.highest))
+        wishes = [(some, there) for some in left for there in (idle, choice.step.stash)]
+        tried = (_most_worth(some, there, choice.moved, step) for some, there in wishes)
+        taken = next(filter(None, tried), None)
+        if taken is None:
             return
-        left = [option for option in left if not _values(taken).intersection(_values([option]))]
+        values = _values(taken)
+        left = [[option for option in some if not values.intersection(_values([option]))] for some in left]
         again = [option for option in taken if isinstance(option, Place)]
         moved = choice.moved.union(option.name for option in taken if isinstance(option, Move))
         nodes = choice.nodes.union(*(place.nodes for place in again))

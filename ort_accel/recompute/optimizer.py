@@ -100,7 +100,8 @@ class Recompute:
                 p for option in options if option.kind == PlanKind.RECOMPUTE for p in option.places if p not in taken
             ]
             free = [place for place in free if not place.nodes & marks.borders]
-            tried = self._within(self._memory.budget, free, movable, chosen, foresee)
+            inside = within_layers(joint, layers)
+            tried = self._within(self._memory.budget, free, inside, movable, chosen, foresee)
             steps = [(choice.nodes, choice.step) for choice in tried]
             taken, values = [*taken, *tried[-1].places], tried[-1].moved
             chosen = chosen.union(*(place.nodes for place in tried[-1].places))
@@ -115,12 +116,18 @@ class Recompute:
 
     @staticmethod
     def _within(
-        budget: str | float, free: list[Place], movable: Movable | None, always: set[fx.Node], foresee: Foresee
+        budget: str | float,
+        free: list[Place],
+        inside: Collection[fx.Node],
+        movable: Movable | None,
+        always: set[fx.Node],
+        foresee: Foresee,
     ) -> list[Choice]:
-        """The choices up to that of a budget: by recomputation alone, or with moves where that costs less."""
+        """The choices up to that of a budget: by recomputation alone, or with moves where that costs less. What lies
+        `inside` of layers comes first."""
         moves = [item for item in movable.moves() if whole(item.kept.node) not in always] if movable else []
         both: list[Sequence[Budgeted]] = [free, [*free, *moves]] if moves else [free]
-        return within(budget, [choices(options, always, foresee) for options in both])
+        return within(budget, [choices(_inside_first(options, inside), always, foresee) for options in both])
 
     def _move(self, pair: Pair, wanted: int, values: Collection[str], movable: Movable, record: GraphMemory) -> None:
         """Move these values, where the divided graphs still keep them, and record it."""
@@ -154,7 +161,7 @@ class Recompute:
             for option in options
             if option.kind != PlanKind.COMPROMISE or self._level() == 2
             for place in option.places
-            if all(whole(item.node) in inside for item in place.saved)
+            if _lies_in(place, inside)
         ]
 
     def _record(self, record: GraphMemory, joint: fx.Graph, chosen: set[fx.Node]) -> None:
@@ -174,6 +181,16 @@ def within_layers(joint: fx.Graph, layers: Layers) -> set[fx.Node]:
     places = region(forward_nodes(joint), layers)
     last = len(layers.starts) + (1 if layers.end is None else 0)
     return {node for node, place in places.items() if 0 < place <= last}
+
+
+def _lies_in(option: Budgeted, nodes: Collection[fx.Node]) -> bool:
+    """Whether all that an option does not keep is computed by one of these operators."""
+    return all(whole(item.node) in nodes for item in option.saved)
+
+
+def _inside_first(options: Sequence[Budgeted], inside: Collection[fx.Node]) -> list[list[Budgeted]]:
+    """The options that lie inside, and the others."""
+    return [[option for option in options if _lies_in(option, inside) is wanted] for wanted in (True, False)]
 
 
 def _plans(memory: Memory) -> tuple[Plan, ...]:

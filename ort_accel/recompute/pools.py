@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -21,6 +21,13 @@ class Moment:
     """What was computed into it and is still there."""
     bytes: int
     """What is held."""
+    is_used: Callable[[str], bool] = lambda _: False
+    """Whether a value is worked with then: it would be there even if it were computed again."""
+
+    @property
+    def idle(self) -> set[str]:
+        """What is there and only waits."""
+        return {name for name in self.live if not self.is_used(name)}
 
 
 class Pools:
@@ -33,6 +40,8 @@ class Pools:
         """The moment of each pool at which it holds most."""
         self.together = Moment({}, 0)
         """The moment at which both hold most."""
+        self.is_used = Moment.is_used
+        """Tells what is worked with now."""
         self._live: dict[Runner, dict[str, int]] = {runner: {} for runner in Runner}
         self._bytes = dict.fromkeys(Runner, 0)
         self._arena = Arena()
@@ -78,9 +87,9 @@ class Pools:
         ort, torch = self.held, self.in_pytorch
         held = ort if pool is Runner.ORT else torch
         if held > self.highest[pool].bytes:
-            self.highest[pool] = Moment(dict(self._live[pool]), held)
+            self.highest[pool] = Moment(dict(self._live[pool]), held, self.is_used)
         if ort + torch > self.together.bytes:
-            self.together = Moment(self.live, ort + torch)
+            self.together = Moment(self.live, ort + torch, self.is_used)
 
     def shrink(self) -> None:
         """ONNX Runtime's pool gives back what it can."""

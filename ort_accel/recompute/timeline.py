@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
 from math import inf
 from typing import Any
 
@@ -181,6 +183,7 @@ class _Half:
         self._stays = {self.memory(node) for node in results if isinstance(node, fx.Node)} - self._leaving
         self._stays |= set(lasting)
         self._last: dict[str, Cut] = {}
+        self._used: dict[str, tuple[int, int]] = {}
 
     def memory(self, node: fx.Node) -> str:
         """The name of the value that owns a node's memory."""
@@ -193,6 +196,8 @@ class _Half:
         self._last = {name: made[name] for name in self._leaving if name in made}
         self._last |= {self.memory(item): cut for cut in cuts for node in cut.nodes for item in _read(node)}
         pools.drop([name for name in pools if self._is_over(name)])
+        self._used = self._uses(cuts)
+        position = count()
         for cut in cuts:
             reader = {self.memory(item): node for node in cut.nodes for item in _read(node)}
             given = set(pools) if cut.runner is Runner.ORT else set()
@@ -200,6 +205,7 @@ class _Half:
             highest = _stage(phase, pools)
             most = self._counted(pools)
             for node in cut.nodes:
+                pools.is_used = partial(self._is_used, next(position))
                 read = dict.fromkeys(map(self.memory, _read(node)))
                 over = [name for name in read if self._is_over(name, cut) and name not in given]
                 over = [name for name in over if reader[name] is node]
@@ -209,6 +215,20 @@ class _Half:
                 pools.drop([BORROWED, *over, *(item.name for item in _made(node) if self._is_over(item.name))])
             pools.drop([name for name in given | self._leaving if self._is_over(name, cut)])
             yield highest
+        pools.is_used = Moment.is_used
+
+    def _uses(self, cuts: Iterable[Cut]) -> dict[str, tuple[int, int]]:
+        """The positions of the first and the last operator that makes or reads each value."""
+        found: dict[str, tuple[int, int]] = {}
+        for position, node in enumerate(node for cut in cuts for node in cut.nodes):
+            values = [] if is_view(node) or is_part(node) else [*_made(node), *_read(node)]
+            found |= {name: (found.get(name, (position,))[0], position) for name in map(self.memory, values)}
+        return found
+
+    def _is_used(self, position: int, name: str) -> bool:
+        """Whether an operator at a position, or some before it and some behind it, work with a value."""
+        first, last = self._used.get(name, (0, -1))
+        return first <= position <= last
 
     def _counted(self, pools: Pools) -> int:
         """What makes one moment higher than another one."""

@@ -1,13 +1,17 @@
 """A budget: the peak of a step stays within it, the less of it the more is computed again, and no gradient changes."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
 import pytest
 
+import ort_accel
+from ort_accel.cli.benchmark.workload import batch_of, build
 from ort_accel.errors import OrtAccelError
 from ort_accel.recompute import budget, optimizer
-from tests.recompute.models import NAMES, assert_same_bits, one_step, plain
+from tests.against_eager import step
+from tests.recompute.models import ALIKE, NAMES, assert_same_bits, one_step, plain, recorded, size
 from tests.tiers import mostly_long
 
 ROWS = 16
@@ -66,3 +70,22 @@ def test_parameters_and_optimizer_states_are_in_the_account():
     peak = memory.frontier[0]
     assert peak.bytes - peak.resident > memory.stash
     assert peak.resident > 3 * 4 * 32 * 64, "the word embedding alone with its two moments"
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["at the end", "early"])
+def test_a_budget_can_save_what_a_level_can(early):
+    """Also where most of what is kept, the scores of many words, is needed at once in the backward."""
+    workload = replace(size("llama", ROWS), vocab=4096)
+    memory = {"early_gradient_release": early}
+    optimizer = {"name": "adamw_ort_fused", "step_in_backward": early}
+
+    def peak_of(wish):
+        stats = {"log_level": "error", "memory_stats": True}
+        model = ort_accel.accelerate(
+            build(workload), ALIKE | {"memory": memory | wish, "optimizer": optimizer, "observe": stats}
+        )
+        step(model, **batch_of(workload))
+        return recorded(model).frontier[-1].bytes
+
+    limit = peak_of({"level": 1})
+    assert peak_of({"budget": f"{-(-limit // 1024)}KiB"}) <= limit

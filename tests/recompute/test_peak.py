@@ -1,6 +1,5 @@
 """The predicted peak is that of the allocators: what ONNX Runtime's pool holds after a step, and PyTorch's."""
 
-import multiprocessing
 import os
 import resource
 
@@ -12,8 +11,8 @@ import ort_accel
 from ort_accel.capture import backend
 from ort_accel.lowering import embedding_gradient, pooled_results, pytorch_segment
 from ort_accel.observe import freed_memory
-from ort_accel.observe.freed_memory import JOINING, hold_little, joins_freed_blocks, keep_freed_blocks
-from ort_accel.observe.process_memory import in_use, resident
+from ort_accel.observe.freed_memory import JOINING, joins_freed_blocks, keep_freed_blocks
+from ort_accel.observe.process_memory import in_use
 from ort_accel.recompute import optimizer
 from ort_accel.runtime.pool import release_unused
 from tests.against_eager import step
@@ -96,15 +95,6 @@ def test_a_level_leaves_nothing_unused_in_the_pool_behind_the_backward():
     assert held - in_use() < 2**16
 
 
-def give_back(results):
-    """Whether large blocks are given back at once, and by how much freeing some makes the process smaller."""
-    can = hold_little() and not joins_freed_blocks()
-    blocks = [torch.ones(2**20) for _ in range(8)]
-    last, before = torch.ones(2**10), resident()
-    del blocks
-    results.put((can, before - resident(), float(last.sum())))
-
-
 def asked(context, function, *args):
     """What a function puts into its queue in a process of its own, where no free memory of other tests lies between."""
     results = context.Queue()
@@ -115,19 +105,9 @@ def asked(context, function, *args):
     return found
 
 
-def test_large_blocks_go_back_at_once_under_a_budget():
-    can, freed, total = asked(START, give_back)
-    if not can:
-        pytest.skip("this C library cannot be told, or need not be")
-    assert freed > 0.9 * 8 * 2**22
-    assert total == 2**10
-
-
-def take_again(results, variables, promise):
+def take_again(results, variables):
     """Whether freed memory is kept, and how many pages it takes to write to as much of it again."""
     os.environ.update(variables)
-    if promise:
-        hold_little()
     kept = keep_freed_blocks()
     results.put((kept, pages_written_again(2, 16, 2**22)))
 
@@ -139,22 +119,6 @@ def pages_written_again(rounds, count, size):
         blocks = [torch.ones(size // 4) for _ in range(count)]
         del blocks
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-
-def hold_little_of(results, size):
-    """The same for blocks of a size, where little is to be held."""
-    can = hold_little() and joins_freed_blocks()
-    results.put((can, pages_written_again(5, 4, size)))
-
-
-@pytest.mark.parametrize(("size", "stays"), [(4 << 20, True), (24 << 20, False)])
-def test_where_freed_blocks_are_joined_a_budget_keeps_those_that_are_not_very_large(size, stays, monkeypatch):
-    monkeypatch.setenv("GLIBC_TUNABLES", JOINING)
-    anew = multiprocessing.get_context("spawn")  # glibc reads it when a program begins
-    can, pages = asked(anew, hold_little_of, size)
-    if not can:
-        pytest.skip("this C library cannot be told")
-    assert (pages < 2 * size / 4096) is stays  # of four blocks
 
 
 @pytest.mark.parametrize(
@@ -178,25 +142,20 @@ PAGES = 16 * 2**22 // 4096
 
 
 def test_freed_memory_is_kept_for_the_next_step_where_none_is_to_be_saved():
-    kept, pages = asked(START, take_again, {}, False)
+    kept, pages = asked(START, take_again, {})
     if not kept:
         pytest.skip("this C library cannot be told")
     assert pages < PAGES / 10
 
 
 @pytest.mark.parametrize(
-    ("variables", "promise"),
-    [
-        ({"MALLOC_TRIM_THRESHOLD_": "1000000"}, False),
-        ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1000000"}, False),
-        pytest.param({}, True, marks=pytest.mark.skipif(joins_freed_blocks(), reason="keeps what it can use again")),
-    ],
-    ids=["by a variable", "by a tunable", "by a promise"],
+    "variables",
+    [{"MALLOC_TRIM_THRESHOLD_": "1000000"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1000000"}],
+    ids=["by a variable", "by a tunable"],
 )
-def test_what_the_library_was_told_holds(variables, promise):
-    kept, pages = asked(START, take_again, variables, promise)
+def test_what_the_library_was_told_holds(variables):
+    kept, _ = asked(START, take_again, variables)
     assert not kept
-    assert not promise or pages > PAGES / 2
 
 
 ALL, LARGE_ONLY = (0, 0, True), (0, 32 << 20, False)

@@ -1,0 +1,53 @@
+"""Tensors in plain blocks: where they begin, what they are, and that a freed one is right for the next of its size."""
+
+import pytest
+import torch
+
+from ort_accel.observe.freed_memory import keep_freed_blocks
+from ort_accel.runtime.plain_blocks import ALIGNMENT, LEAST, unfilled
+from tests.forked import START
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(3, LEAST), (LEAST + 1,), (7, 0, LEAST), (2, 3), ()], ids=str)
+def test_they_are_as_pytorch_makes_them(shape, dtype):
+    made, plain = unfilled(shape, dtype), torch.empty(shape, dtype=dtype)
+    assert (made.shape, made.dtype, made.stride()) == (plain.shape, plain.dtype, plain.stride())
+    assert made.data_ptr() % ALIGNMENT == 0
+    made.fill_(1)
+    assert made.all()
+
+
+def test_they_outlive_all_names_but_their_own():
+    values = [unfilled((LEAST,), torch.float32).fill_(number) for number in range(8)]
+    views = [value[3:] for value in values]
+    del values
+    unfilled((LEAST,), torch.float32).fill_(9)
+    assert [float(view.mean()) for view in views] == list(range(8))
+
+
+def addresses(results):
+    """How many tensors lie where others of their size were freed, each of them between things that stay."""
+    keep_freed_blocks()
+    stays = []
+
+    def taken():
+        found = []
+        for _ in range(32):
+            found.append(unfilled((LEAST // 4 + 5,), torch.float32))
+            stays.append(bytearray(600))
+        return found
+
+    first = taken()
+    places = {tensor.data_ptr() for tensor in first}
+    del first
+    results.put(len(places.intersection(tensor.data_ptr() for tensor in taken())))
+
+
+def test_a_freed_one_is_right_for_the_next_one():
+    results = START.Queue()
+    process = START.Process(target=addresses, args=(results,))  # where no free memory of other tests lies between
+    process.start()
+    again = results.get(timeout=900)
+    process.join()
+    assert again >= 28
