@@ -29,6 +29,9 @@ def unfilled(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     size = math.prod(shape) * dtype.itemsize
     if size < LEAST:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    block = cast("bytearray", _block(None, size + ALIGNMENT))  # with no content given, it is not filled
+    try:
+        block = cast("bytearray", _block(None, size + ALIGNMENT))  # with no content given, it is not filled
+    except MemoryError:
+        return torch.empty(shape, dtype=dtype, device="cpu")  # whose error says how much was asked for
     start = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % ALIGNMENT
     return torch.frombuffer(block, dtype=dtype, count=size // dtype.itemsize, offset=start).view(shape)

@@ -119,7 +119,8 @@ def test_what_was_moved_comes_back_to_the_bit(late, monkeypatch, name, share):
 
 
 class Chain(nn.Module):
-    """Layers that all keep something of one size, and nothing that can be computed again without the one before."""
+    """Layers that all keep something of one size. What is drawn cannot be computed again, and the rest not without the
+    one before."""
 
     def __init__(self, layers):
         super().__init__()
@@ -127,7 +128,7 @@ class Chain(nn.Module):
 
     def forward(self, x):
         for layer in self.layers:
-            x = nn.functional.dropout(torch.tanh(layer(x)), 0.1)
+            x = torch.tanh(layer(x)) * torch.rand_like(x)
         return x.square().mean()
 
 
@@ -142,7 +143,7 @@ def test_a_budget_below_what_recomputation_reaches_is_kept_by_moving_values(late
     model, batch = Chain(6), torch.randn(1024, 64)
     with pytest.raises(OrtAccelError, match="everything computed again that can be") as error:
         step(on_a_budget(model, 0.01, offload=False), batch)
-    budget = float(str(error.value).partition("can be kept is ")[2].partition(";")[0]) - 0.1
+    budget = float(str(error.value).partition("can be kept is ")[2].partition(";")[0]) - 0.04
     ours = on_a_budget(model, budget, offload=True)
     assert_same(step(ours, batch), step(model, batch))
     [memory] = ort_accel.report(ours).memory.values()
@@ -236,6 +237,6 @@ def test_the_cheapest_is_chosen_for_each_value(again, moved, names):
         live = {name: 1024 for name in again if name not in values and name not in {node.name for node in nodes}}
         return Timeline(0, 0, own=16 * 2048, highest=[Moment(live, sum(live.values()))])
 
-    *_, last = choices(options(again, moved), (), foresee)
+    *_, last = choices([options(again, moved)], (), foresee)
     assert last.moved == names
     assert {node.name for node in last.nodes} == set(again) - names
