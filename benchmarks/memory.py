@@ -199,18 +199,22 @@ class Bench:
     def find_largest(self, way: Way) -> None:
         """The largest batch of a way that takes no more than eager PyTorch does with the batch that was measured.
 
-        What a step takes grows by the same for each row, so two sizes tell it. The size that comes out is measured.
+        Twice as many rows are tried until they take more. What a step takes grows by no less for a row than for those
+        before it, so on a line between the last two sizes lies one that fits, which is measured, too.
         """
-        rows, limit = self.workload.batch, self.found[EAGER].peak
-        now = self.found[way.name]
-        half = self._alone(way, replace(self.workload, batch=rows // 2), 0)
-        of_a_row = max(now.in_use - half.in_use, 1) / (rows - rows // 2)
-        largest = rows + int((limit - now.peak) / of_a_row)
-        while largest > rows and self._alone(way, replace(self.workload, batch=largest), 0).peak > limit:
+        largest, peak, limit = self.workload.batch, self.found[way.name].peak, self.found[EAGER].peak
+        while (above := self._peak(way, 2 * largest)) <= limit:
+            largest, peak = 2 * largest, above
+        fits = largest
+        largest += int(largest * (limit - peak) / (above - peak))
+        while largest > fits and self._peak(way, largest) > limit:
             largest -= max(1, largest // 20)
         self.largest[way.name] = largest
         typer.echo(f"{way.name:26} at most {largest} rows within {limit / MIB:,.1f} MiB")
         self._write()
+
+    def _peak(self, way: Way, rows: int) -> int:
+        return self._alone(way, replace(self.workload, batch=rows), 0).peak
 
     def _write(self) -> None:
         if self._file is None:

@@ -183,7 +183,6 @@ class _Half:
         self._stays = {self.memory(node) for node in results if isinstance(node, fx.Node)} - self._leaving
         self._stays |= set(lasting)
         self._last: dict[str, Cut] = {}
-        self._used: dict[str, tuple[int, int]] = {}
 
     def memory(self, node: fx.Node) -> str:
         """The name of the value that owns a node's memory."""
@@ -196,8 +195,7 @@ class _Half:
         self._last = {name: made[name] for name in self._leaving if name in made}
         self._last |= {self.memory(item): cut for cut in cuts for node in cut.nodes for item in _read(node)}
         pools.drop([name for name in pools if self._is_over(name)])
-        self._used = self._uses(cuts)
-        position = count()
+        uses, position = self._uses(cuts), count()
         for cut in cuts:
             reader = {self.memory(item): node for node in cut.nodes for item in _read(node)}
             given = set(pools) if cut.runner is Runner.ORT else set()
@@ -205,7 +203,7 @@ class _Half:
             highest = _stage(phase, pools)
             most = self._counted(pools)
             for node in cut.nodes:
-                pools.is_used = partial(self._is_used, next(position))
+                pools.is_used = partial(_is_used, uses, next(position))
                 read = dict.fromkeys(map(self.memory, _read(node)))
                 over = [name for name in read if self._is_over(name, cut) and name not in given]
                 over = [name for name in over if reader[name] is node]
@@ -224,11 +222,6 @@ class _Half:
             values = [] if is_view(node) or is_part(node) else [*_made(node), *_read(node)]
             found |= {name: (found.get(name, (position,))[0], position) for name in map(self.memory, values)}
         return found
-
-    def _is_used(self, position: int, name: str) -> bool:
-        """Whether an operator at a position, or some before it and some behind it, work with a value."""
-        first, last = self._used.get(name, (0, -1))
-        return first <= position <= last
 
     def _counted(self, pools: Pools) -> int:
         """What makes one moment higher than another one."""
@@ -264,6 +257,12 @@ class _Half:
             return {item.name for item in made if self._holding.pool_from == inf or not lies_in_pool(item)}
         left = [item for item in made if not self._is_inner(item.name, cut) and not self._is_over(item.name)]
         return set() if lie_in_pool(left, self._holding.pool_from) else {item.name for item in left}
+
+
+def _is_used(uses: Mapping[str, tuple[int, int]], position: int, name: str) -> bool:
+    """Whether an operator at a position, or some before it and some behind it, work with a value."""
+    first, last = uses.get(name, (0, -1))
+    return first <= position <= last
 
 
 def _stage(phase: str, pools: Pools) -> Stage:
