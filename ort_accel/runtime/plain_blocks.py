@@ -34,4 +34,5 @@ def unfilled(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     except MemoryError:
         return torch.empty(shape, dtype=dtype, device="cpu")  # whose error says how much was asked for
     start = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % ALIGNMENT
-    return torch.frombuffer(block, dtype=dtype, count=size // dtype.itemsize, offset=start).view(shape)
+    flat = torch.frombuffer(block, dtype=dtype, count=size // dtype.itemsize, offset=start)
+    return flat.resize_(shape)  # not a view: one that is made without gradients cannot be written over with them

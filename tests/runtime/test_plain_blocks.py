@@ -18,6 +18,14 @@ def test_they_are_as_pytorch_makes_them(shape, dtype):
     assert made.all()
 
 
+def test_they_can_be_written_over_where_gradients_are_asked_for():
+    weight = torch.ones((), requires_grad=True)
+    with torch.no_grad():
+        made = unfilled((3, LEAST), torch.float32).fill_(2)
+    made.mul_(weight).sum().backward()
+    assert weight.grad == 2 * 3 * LEAST
+
+
 def test_they_outlive_all_names_but_their_own():
     values = [unfilled((LEAST,), torch.float32).fill_(number) for number in range(8)]
     views = [value[3:] for value in values]
