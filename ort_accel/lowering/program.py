@@ -38,7 +38,7 @@ class Program:
         symbols: SymbolSource,
         outputs: list[int | None],
         output_sizes: SizeFunction,
-        before_each: Callable[[], None] = lambda: None,
+        before_each: Callable[[], None],
     ) -> None:
         """`before_each` is called before each step."""
         self._boxed_call = True  # AOTAutograd's sign for "takes one list and may empty it"; copied with __dict__

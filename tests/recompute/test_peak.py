@@ -16,7 +16,7 @@ from ort_accel.observe.process_memory import in_use
 from ort_accel.recompute import optimizer
 from ort_accel.runtime.pool import release_unused
 from tests.against_eager import step
-from tests.forked import START
+from tests.forked import asked
 from tests.recompute.models import accelerated, model_and_batch
 from tests.tiers import mostly_long
 
@@ -24,7 +24,7 @@ ROWS = 256
 """Enough that ONNX Runtime's pool holds megabytes."""
 
 
-def look(name, large, results):
+def look(results, name, large):
     """What ONNX Runtime's pool holds after a step, the graph's timeline and the report of its memory."""
     for room in (backend, embedding_gradient, pooled_results, pytorch_segment):
         room.LARGE = large
@@ -48,11 +48,7 @@ def look(name, large, results):
 @pytest.mark.parametrize("large", [128 << 10, 32 << 20], ids=["from 128 KiB on", "from 32 MiB on"])
 @pytest.mark.parametrize("name", mostly_long(["bert", "llama"], "bert"))
 def test_the_pool_holds_what_was_predicted(name, large):
-    results = START.Queue()
-    process = START.Process(target=look, args=(name, large, results))  # where the pool has nothing left of other tests
-    process.start()
-    held, predicted, peak, memory, parameters = results.get(timeout=900)
-    process.join()
+    held, predicted, peak, memory, parameters = asked(look, name, large)
     assert held == pytest.approx(predicted, rel=0.1)
     totals = [sum(stage.amounts.values()) for stage in memory.stages]
     assert max(totals) == memory.frontier[-1].bytes == peak
@@ -95,16 +91,6 @@ def test_a_level_leaves_nothing_unused_in_the_pool_behind_the_backward():
     assert held - in_use() < 2**16
 
 
-def asked(context, function, *args):
-    """What a function puts into its queue in a process of its own, where no free memory of other tests lies between."""
-    results = context.Queue()
-    process = context.Process(target=function, args=(results, *args))
-    process.start()
-    found = results.get(timeout=900)
-    process.join()
-    return found
-
-
 def take_again(results, variables):
     """Whether freed memory is kept, and how many pages it takes to write to as much of it again."""
     os.environ.update(variables)
@@ -142,7 +128,7 @@ PAGES = 16 * 2**22 // 4096
 
 
 def test_freed_memory_is_kept_for_the_next_step_where_none_is_to_be_saved():
-    kept, pages = asked(START, take_again, {})
+    kept, pages = asked(take_again, {})
     if not kept:
         pytest.skip("this C library cannot be told")
     assert pages < PAGES / 10
@@ -154,7 +140,7 @@ def test_freed_memory_is_kept_for_the_next_step_where_none_is_to_be_saved():
     ids=["by a variable", "by a tunable"],
 )
 def test_what_the_library_was_told_holds(variables):
-    kept, _ = asked(START, take_again, variables)
+    kept, _ = asked(take_again, variables)
     assert not kept
 
 

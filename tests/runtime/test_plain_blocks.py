@@ -5,7 +5,7 @@ import torch
 
 from ort_accel.observe.freed_memory import keep_freed_blocks
 from ort_accel.runtime.plain_blocks import ALIGNMENT, LEAST, unfilled
-from tests.forked import START
+from tests.forked import asked
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
@@ -53,9 +53,4 @@ def addresses(results):
 
 
 def test_a_freed_one_is_right_for_the_next_one():
-    results = START.Queue()
-    process = START.Process(target=addresses, args=(results,))  # where no free memory of other tests lies between
-    process.start()
-    again = results.get(timeout=900)
-    process.join()
-    assert again >= 28
+    assert asked(addresses) >= 28
