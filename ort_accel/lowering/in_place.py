@@ -17,6 +17,17 @@ from ort_accel.lowering.layouts import is_plain
 from ort_accel.lowering.nodes import is_random, is_view
 from ort_accel.lowering.pooled_results import with_place
 from ort_accel.lowering.sizes import same_shape
+from ort_accel.reporting import Runner
+
+aten = torch.ops.aten
+
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+"""What ONNX Runtime gives of these is no constant that all runs share."""
+
+
+def is_own(node: fx.Node, runner: Runner) -> bool:
+    """Whether what a node gives is in memory that a program may write over once nobody reads it any more."""
+    return (runner is Runner.PYTORCH and makes_memory(node)) or node.target in PRODUCTS
 
 
 def dying_operands(
@@ -31,7 +42,7 @@ def dying_operands(
     kept = set(wanted)
     found: dict[fx.Node, fx.Node] = {}
     for node in nodes:
-        dying = (operand for operand in _replaceable(node) if _dies(operand, node, order, kept))
+        dying = (operand for operand in replaceable(node) if _dies(operand, node, order, kept))
         if (operand := next(dying, None)) is not None:
             found[node] = operand
     return found
@@ -55,7 +66,7 @@ def _is_elementwise(node: fx.Node) -> bool:
     return is_pointwise and not is_random(node) and with_place(node.target) is not None
 
 
-def _replaceable(node: fx.Node) -> list[fx.Node]:
+def replaceable(node: fx.Node) -> list[fx.Node]:
     """The operands that a result may be written over, with its size, type and order in memory."""
     operands = node.args[:1] if node.target is ONTO else node.args if _is_elementwise(node) else ()
     nodes = [item for item in operands if isinstance(item, fx.Node)]

@@ -8,7 +8,6 @@ from functools import cache, partial
 from math import inf
 from typing import Any
 
-import torch
 from torch import fx
 
 from ort_accel.lowering.assign import Assigner, Refusal, short
@@ -16,7 +15,7 @@ from ort_accel.lowering.detours import without_detours
 from ort_accel.lowering.early_gradients import Gradients, due, split
 from ort_accel.lowering.flops import flops
 from ort_accel.lowering.fuse import fuse
-from ort_accel.lowering.in_place import makes_memory
+from ort_accel.lowering.in_place import is_own
 from ort_accel.lowering.islands import merge_islands
 from ort_accel.lowering.nodes import count_ops, is_part, is_size, is_view, op_name, returned, tensors_of, user_line
 from ort_accel.lowering.ort_segment import OrtSegment, Results, build, lie_in_pool
@@ -35,10 +34,6 @@ from ort_accel.runtime.journal import EndedBefore
 from ort_accel.runtime.leaves import Leaves
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.weight_copies import WeightCopies
-
-aten = torch.ops.aten
-
-PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 
 LEFT = "left"
 """Marks the registers of what is left of gradients: what could not be handed over."""
@@ -241,11 +236,7 @@ class _Assembly:
         """Of what this segment reads, that which nobody needs afterwards, not even as a view, and whose memory is the
         program's own. What ONNX Runtime gives may be a constant that all runs share; its products are none."""
         later, runner = self._behind(index), self._assignment.runner
-        own = [
-            node
-            for node in inputs
-            if (runner.get(node) is Runner.PYTORCH and makes_memory(node)) or node.target in PRODUCTS
-        ]
+        own = [node for node in inputs if node in runner and is_own(node, runner[node])]
         return [node for node in own if not _is_needed(node, later, lambda user: is_view(user) or is_part(user))]
 
     def _behind(self, index: int) -> set[fx.Node]:

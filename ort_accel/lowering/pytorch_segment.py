@@ -50,14 +50,15 @@ class PyTorchSegment:
         wanted: Sequence[fx.Node],
         owner: fx.GraphModule,
         pooled: bool = False,
-        spent: Collection[fx.Node] = (),
+        spent: Collection[fx.Node] | None = None,
         better: Mapping[fx.Node, Any] = MappingProxyType({}),
     ) -> None:
-        """`pooled` says that large results may be in ONNX Runtime's memory, and results in that of an operand: of one
-        made here, or of a `spent` input. `better` has what to call in place of a node's operator."""
+        """`pooled` says that large results may be in ONNX Runtime's memory, `better` has what to call in place of a
+        node's operator. With `spent`, the inputs whose memory nobody needs any more, results are written over those and
+        over what was made here, where nothing else reads it."""
         self.inputs = [node for node in body.inputs if not is_size(node)]
         sizes = [node for node in body.inputs if is_size(node)]
-        replaced = dying_operands(body.nodes, wanted, spent) if pooled else {}
+        replaced = {} if spent is None else dying_operands(body.nodes, wanted, spent)
         pool = [node for node in body.nodes if pooled and node not in replaced and _is_for_pool(node)]
         results = [size for node in pool for size in node.meta["val"].shape]
         self._size_values = SizeFunction(map(expression, [*(node.meta["val"] for node in sizes), *results]))

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from ort_accel.lowering.assign import Refusal
 from ort_accel.lowering.host_operators import is_move
-from ort_accel.lowering.nodes import is_part, is_random, is_size, is_view, is_watched, tensors_of, writes
+from ort_accel.lowering.nodes import (
+    fakes_in,
+    is_from_data,
+    is_part,
+    is_random,
+    is_size,
+    is_view,
+    is_watched,
+    tensors_of,
+    writes,
+)
+from ort_accel.lowering.sizes import hinted_bytes
 from ort_accel.reporting import Runner
 
 Decide = Callable[[fx.Node], Refusal | None]
@@ -96,7 +107,8 @@ def cut(graph: fx.Graph, assignment: Assignment) -> list[Cut]:
 
     Nodes that draw random numbers, write into their inputs or show them to a subscriber keep their order among each
     other, and a write, or a move to host memory or back, keeps its place among all others. A node that has to stay
-    behind others begins a segment of its own: within one, ONNX Runtime chooses the order.
+    behind others begins a segment of its own: within one, ONNX Runtime chooses the order. What waits for nothing comes
+    as late as its first reader needs it, where it takes more memory than it was computed from.
     """
     todo = [node for node in graph.nodes if node in assignment.runner and node not in assignment.free]
     waits = _dependencies(todo, assignment.free)
@@ -120,7 +132,43 @@ def cut(graph: fx.Graph, assignment: Assignment) -> list[Cut]:
         assert idle < len(Runner), f"waits for what nothing gives: {todo[0].format_node()}"
         todo = left
         runner = Runner.ORT if runner is Runner.PYTORCH else Runner.PYTORCH
-    return cuts
+    return _delayed(cuts, waits, behind)
+
+
+def _delayed(
+    cuts: Sequence[Cut], waits: dict[fx.Node, set[fx.Node]], behind: Mapping[fx.Node, Collection[fx.Node]]
+) -> list[Cut]:
+    """Let what waits for nothing, and grows on its way, run in the last segment that is early enough.
+
+    Taken as soon as they could run, the backward's factors of dropout would exist for all layers at once, each four
+    times as large as the mask that is kept.
+    """
+    runner = {node: item.runner for item in cuts for node in item.nodes}
+    place = {node: index for index, item in enumerate(cuts) for node in item.nodes}
+    latest: dict[fx.Node, int] = {}
+    waiting_for_nothing: set[fx.Node] = set()
+    for node, sources_ in waits.items():
+        if sources_ <= waiting_for_nothing and node not in behind and _may_come_late(node):
+            waiting_for_nothing.add(node)
+    for node in reversed(waits):
+        if node in waiting_for_nothing and node in latest:
+            early_enough = range(latest[node], place[node], -1)
+            place[node] = next((at for at in early_enough if cuts[at].runner is runner[node]), place[node])
+        for source in waits[node]:
+            latest[source] = min(latest.get(source, len(cuts)), place[node])
+        for source in behind.get(node, ()):
+            latest[source] = min(latest.get(source, len(cuts)), place[node] - 1)
+    moved = [Cut(item.runner, []) for item in cuts]
+    for node in waits:
+        moved[place[node]].nodes.append(node)
+    return [item for item in moved if item.nodes]
+
+
+def _may_come_late(node: fx.Node) -> bool:
+    if is_random(node) or is_watched(node) or writes(node) or is_move(node) or is_from_data(node):
+        return False
+    read = [fake for item in node.all_input_nodes for fake in fakes_in(item.meta.get("val"))]
+    return sum(map(hinted_bytes, fakes_in(node.meta["val"]))) >= sum(map(hinted_bytes, read))
 
 
 def _behind(nodes: Sequence[fx.Node]) -> dict[fx.Node, set[fx.Node]]:

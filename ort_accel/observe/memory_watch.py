@@ -43,7 +43,7 @@ class MemoryWatch:
         self, report: Report, release: Callable[[], None], prints: bool, behind: Sequence[Callable[[], None]] = ()
     ) -> None:
         """`release` empties the pool of ONNX Runtime, `prints` asks for the line of each phase; `behind` are called, in
-        this order, behind each backward."""
+        this order, behind each forward and each backward."""
         self._report, self._release, self._prints, self._behind = report, release, prints, behind
         self._step = -1
         self._model: Callable[[], nn.Module | None] = lambda: None
@@ -73,6 +73,7 @@ class MemoryWatch:
 
     def after_forward(self, outputs: Any) -> None:
         """It has given its outputs; from one of them the backward will come."""
+        self._call_behind()
         self._line("after forward")
         leaves = (leaf for leaf in pytree.tree_leaves(outputs) if type(leaf) is Tensor and leaf.requires_grad)
         first = next(leaves, None)
@@ -82,10 +83,13 @@ class MemoryWatch:
             first.register_hook(lambda _: queue(lambda: self._backwarded(step)))  # type: ignore[no-untyped-call]
 
     def _backwarded(self, step: int) -> None:
-        for call in self._behind:
-            call()
+        self._call_behind()
         if step == self._step:
             self._line("after backward")
+
+    def _call_behind(self) -> None:
+        for call in self._behind:
+            call()
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         model = self._model()

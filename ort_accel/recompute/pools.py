@@ -96,10 +96,12 @@ class Pools:
         self._arena.shrink()
 
     def replace(self, name: str, by: str) -> None:
-        """A value of ONNX Runtime comes into being where another one was."""
-        values = self._live[Runner.ORT]
-        values[by] = values.pop(name)
-        self._arena.hand_on(name, by)
+        """A value comes into being where another one was."""
+        if name in self._live[Runner.ORT]:
+            self._arena.hand_on(name, by)
+        for values in self._live.values():
+            if name in values:
+                values[by] = values.pop(name)
 
     def drop(self, names: Iterable[str]) -> None:
         """Values are let go, where they are here."""

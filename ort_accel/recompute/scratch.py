@@ -1,9 +1,10 @@
 """What operators take for themselves while they run, where that is as large as their results.
 
-ONNX Runtime's `Where` makes two values of the size of its result before it joins them, and `ScatterElements` copies
-what it writes into. PyTorch's kernels for the CPU take little; but attention over rows with dropout makes its products
-one after the other (`lowering/row_attention.py`), and holds several of the size of all pairs of some sequences at once;
-and a mask that is looked at in each step (`lowering/lean_attention.py`) becomes numbers where the kernel has to see it.
+ONNX Runtime's `Where` makes two values of the size of its result before it joins them, `ScatterElements` copies what it
+writes into, and the gradient of a layer norm is computed in four values of the size of its first result. PyTorch's
+kernels for the CPU take little; but attention over rows with dropout makes its products one after the other
+(`lowering/row_attention.py`), and holds several of the size of all pairs of some sequences at once; and a mask that is
+looked at in each step (`lowering/lean_attention.py`) becomes numbers where the kernel has to see it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ RESULTS = {
     aten.where: 2,
     aten.masked_fill: 2,
     aten._safe_softmax: 2,
+    aten.native_layer_norm_backward: 4,
     JOINED.overloadpacket: 1,
 }
 """How many times its result an operator takes in ONNX Runtime, beside it."""

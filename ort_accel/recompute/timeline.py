@@ -23,6 +23,7 @@ from torch import fx
 
 from ort_accel.lowering.early_gradients import Gradients
 from ort_accel.lowering.host_operators import is_on_host, own
+from ort_accel.lowering.in_place import is_own, replaceable
 from ort_accel.lowering.nodes import fakes_in, is_part, is_size, is_view, returned, tensors_of, writes
 from ort_accel.lowering.ort_segment import lie_in_pool
 from ort_accel.lowering.pytorch_segment import lies_in_pool
@@ -131,6 +132,8 @@ def timeline(
     pools = Pools(holding.shared)
     step = Timeline(sum(map(_bytes, given)), STATES * sum(map(_bytes, trained)))
     step.stages += _Half(forward, {}, set(), holding).stages("forward", pools, cutter(forward, ()))
+    if holding.shrinks:
+        pools.shrink()
     results = returned(forward.graph)
     kept = {node.name: owner(node).name for node in results if isinstance(node, fx.Node)}
     lasting = {kept[node.name] for node in results[:wanted] if isinstance(node, fx.Node)}
@@ -183,6 +186,7 @@ class _Half:
         self._stays = {self.memory(node) for node in results if isinstance(node, fx.Node)} - self._leaving
         self._stays |= set(lasting)
         self._last: dict[str, Cut] = {}
+        self._own: set[str] = set()
 
     def memory(self, node: fx.Node) -> str:
         """The name of the value that owns a node's memory."""
@@ -192,6 +196,7 @@ class _Half:
     def stages(self, phase: str, pools: Pools, cuts: list[Cut]) -> Iterator[Stage]:
         """The highest moment of each segment. The pools have what is alive before and, when all was taken, after it."""
         made = {item.name: cut for cut in cuts for node in cut.nodes for item in _made(node)}
+        self._own = {node.name for cut in cuts for node in cut.nodes if is_own(node, cut.runner)}
         self._last = {name: made[name] for name in self._leaving if name in made}
         self._last |= {self.memory(item): cut for cut in cuts for node in cut.nodes for item in _read(node)}
         pools.drop([name for name in pools if self._is_over(name)])
@@ -242,13 +247,20 @@ class _Half:
         made = _made(node)
         if borrowed := scratch(node, cut.runner):
             pools.add(BORROWED, borrowed, cut.runner)
-        if cut.runner is Runner.ORT and _packet(node) in IN_PLACE and self._is_inner(node.name, cut):
-            donor = next((name for name in over if pools.size_in_ort(name) == _bytes(node)), None)
-            if donor is not None:
-                pools.replace(donor, node.name)
-                return
+        if (donor := self._donor(node, cut, over, pools)) is not None:
+            pools.replace(donor, node.name)
+            return
         for item in made:
             pools.add(item.name, _bytes(item), Runner.PYTORCH if item.name in in_pytorch else Runner.ORT)
+
+    def _donor(self, node: fx.Node, cut: Cut, over: Collection[str], pools: Pools) -> str | None:
+        """The value in whose memory an operator computes, if it does: it is the last to read it."""
+        if cut.runner is Runner.PYTORCH:
+            names = (self.memory(operand) for operand in replaceable(node))
+            return next((name for name in names if name in over and name in self._own), None)
+        if _packet(node) not in IN_PLACE or not self._is_inner(node.name, cut):
+            return None
+        return next((name for name in over if pools.size_in_ort(name) == _bytes(node)), None)
 
     def _in_pytorch(self, cut: Cut) -> set[str]:
         """What a segment makes in PyTorch's memory."""

@@ -59,7 +59,7 @@ def segment(function: Function) -> tuple[PyTorchSegment, dict[fx.Node, fx.Node]]
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
     wanted = list(module.graph.output_node().args[0])
     body = Body(module.graph.find_nodes(op="placeholder"), nodes)
-    return PyTorchSegment(body, wanted, module, pooled=True), dying_operands(nodes, wanted)
+    return PyTorchSegment(body, wanted, module, pooled=True, spent=()), dying_operands(nodes, wanted)
 
 
 def inputs() -> tuple[Tensor, Tensor]:

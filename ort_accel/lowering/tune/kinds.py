@@ -32,7 +32,7 @@ class Kind:
     def runs(self, owner: fx.GraphModule, opset: int, sessions: Sessions, symbols: Symbols) -> Runs:
         """One of the nodes as a segment of its own, on either side, with made-up inputs."""
         body, wanted = _alone(self.nodes[0], self.free)
-        ours, theirs = build(body, wanted, opset), PyTorchSegment(body, wanted, owner, pooled=True)
+        ours, theirs = build(body, wanted, opset), PyTorchSegment(body, wanted, owner, pooled=True, spent=())
         segment = OrtSegment(ours, sessions, lambda _: False, lambda: theirs, _fail, self.subject)
         inputs = made_up_inputs(segment.inputs)
         return {
