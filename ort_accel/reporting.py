@@ -285,7 +285,7 @@ class MeasuredPeak:
 
 @dataclass
 class GraphMemory:
-    """What one pair of forward and backward graphs keeps, computes again, moves, and takes."""
+    """What one pair of forward and backward graphs keeps, computes again, moves, packs, and takes."""
 
     graph: str
     level: str
@@ -303,6 +303,10 @@ class GraphMemory:
     """Bytes that are moved to host memory, and back, in every step."""
     moving_ms: float = 0.0
     """Milliseconds that a step takes longer for it, estimated."""
+    bits: int = 0
+    """Bytes of masks that are kept with eight elements in a byte."""
+    masks: int = 0
+    """Bytes that these masks take otherwise."""
     symbols: dict[str, int] = field(default_factory=dict)
     """The sizes that can change, as they were."""
     frontier: list[Peak] = field(default_factory=list)

@@ -108,6 +108,7 @@ class Backend:
         cutter = partial(foreseen, lowering=self.lowering)
         holding = Holding(
             shrinks=config.memory.frugal,
+            shrinks_each_time=settings.shrinks,
             pool_from=self.lowering.pool_from,
             shared=self.place.torch_memory,
             steps_early=self.lowering.leaves is not None and config.optimizer.step_in_backward,

@@ -13,6 +13,7 @@ from ort_accel.lowering.tune.choose import Tuner
 from ort_accel.lowering.tune.estimate import Estimator
 from ort_accel.lowering.tune.products import Products
 from ort_accel.lowering.tune.yardsticks import Machine
+from ort_accel.observe.freed_memory import joins_freed_blocks
 from ort_accel.observe.logs import severity
 from ort_accel.reporting import Report
 from ort_accel.runtime.flavor import Flavor, installed_runtime
@@ -53,6 +54,7 @@ def session_settings(config: Config, place: Place = CPU) -> SessionSettings:
         deterministic=deterministic,
         log_severity=severity(config.observe.log_level),
         place=place,
+        shrinks=config.memory.frugal and not place.is_cuda and joins_freed_blocks(),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ort_accel.lowering.host_operators import is_move
+from ort_accel.lowering.mask_bits import is_of_bits
 from ort_accel.lowering.nodes import CHECKS, depends_on_data, fakes_in, is_random, is_watched, op_name, writes
 from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, Operand, Slower, describe
 from ort_accel.lowering.registry import lower, lowerings
@@ -85,7 +86,7 @@ class Assigner:
             return Refusal(Reason.WISH, "memory.offload")
         if "scaled_dot_product" in str(target) or "flash_attention" in str(target):
             return Refusal(Reason.ATTENTION)
-        if target in (token_scores, token_scores_backward):
+        if target in (token_scores, token_scores_backward) or is_of_bits(node):
             return Refusal(Reason.ONE_STEP)
         if is_random(node):
             return Refusal(Reason.RANDOM)

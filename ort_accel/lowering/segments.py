@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from ort_accel.lowering.nodes import (
     is_from_data,
     is_part,
     is_random,
+    is_returned,
     is_size,
     is_view,
     is_watched,
@@ -24,6 +26,9 @@ from ort_accel.lowering.sizes import hinted_bytes
 from ort_accel.reporting import Runner
 
 Decide = Callable[[fx.Node], Refusal | None]
+
+OF_NO_ACCOUNT = 1 << 16
+"""So few bytes more or less do not matter."""
 
 BEHIND = "behind"
 """Key in a node's meta: names of nodes that must have run in an earlier segment before this one may."""
@@ -140,35 +145,82 @@ def _delayed(
 ) -> list[Cut]:
     """Let what waits for nothing, and grows on its way, run in the last segment that is early enough.
 
-    Taken as soon as they could run, the backward's factors of dropout would exist for all layers at once, each four
-    times as large as the mask that is kept.
+    Taken as soon as they could run, the masks of dropout would exist for all layers at once in the forward, and in the
+    backward the factors that they become, four times as large.
     """
     runner = {node: item.runner for item in cuts for node in item.nodes}
     place = {node: index for index, item in enumerate(cuts) for node in item.nodes}
+    read = {node: _read(node, waits) for node in waits}
+    readers = Counter(source for sources_ in read.values() for source in sources_)
+    ready = _ready(waits, behind, read, readers)
+    following = {node for node, grows in ready.items() if not grows and _follows(node, read, readers)}
     latest: dict[fx.Node, int] = {}
-    waiting_for_nothing: set[fx.Node] = set()
-    for node, sources_ in waits.items():
-        if sources_ <= waiting_for_nothing and node not in behind and _may_come_late(node):
-            waiting_for_nothing.add(node)
     for node in reversed(waits):
-        if node in waiting_for_nothing and node in latest:
+        if node in following:
+            continue
+        if node in latest and ready.get(node):
             early_enough = range(latest[node], place[node], -1)
             place[node] = next((at for at in early_enough if cuts[at].runner is runner[node]), place[node])
         for source in waits[node]:
             latest[source] = min(latest.get(source, len(cuts)), place[node])
         for source in behind.get(node, ()):
             latest[source] = min(latest.get(source, len(cuts)), place[node] - 1)
-    moved = [Cut(item.runner, []) for item in cuts]
+    moved = [Cut(item.runner, []) for item in cuts] + [Cut(one, []) for one in Runner]
+    for node in following:
+        there = max(place[source] for source in waits[node])
+        place[node] = next(at for at, item in enumerate(moved) if at >= there and item.runner is runner[node])
     for node in waits:
         moved[place[node]].nodes.append(node)
     return [item for item in moved if item.nodes]
 
 
-def _may_come_late(node: fx.Node) -> bool:
-    if is_random(node) or is_watched(node) or writes(node) or is_move(node) or is_from_data(node):
-        return False
-    read = [fake for item in node.all_input_nodes for fake in fakes_in(item.meta.get("val"))]
-    return sum(map(hinted_bytes, fakes_in(node.meta["val"]))) >= sum(map(hinted_bytes, read))
+def _ready(
+    waits: Mapping[fx.Node, set[fx.Node]],
+    behind: Mapping[fx.Node, Collection[fx.Node]],
+    read: Mapping[fx.Node, set[fx.Node]],
+    readers: Mapping[fx.Node, int],
+) -> dict[fx.Node, bool]:
+    """The nodes that wait for nothing, or for such nodes alone, and whether they are as large as what has to be there
+    for them. Where they are not, coming late would keep memory rather than save it."""
+    ready: dict[fx.Node, bool] = {}
+    needed: dict[fx.Node, int] = {}
+
+    def bytes_for(source: fx.Node) -> int:
+        """What has to be there for a value that comes late itself, or is there."""
+        if source not in ready:
+            return _bytes(source)
+        return 0 if is_returned(source) else needed[source] if readers[source] == 1 else _bytes(source)
+
+    for node, sources_ in waits.items():
+        has_a_place = is_watched(node) or writes(node) or is_move(node) or is_from_data(node)
+        if not has_a_place and node not in behind and all(ready.get(source) for source in sources_):
+            needed[node] = sum(map(bytes_for, read[node]))
+            ready[node] = needed[node] - _bytes(node) < OF_NO_ACCOUNT
+    return ready
+
+
+def _read(node: fx.Node, computed: Collection[fx.Node]) -> set[fx.Node]:
+    """What a node reads: what was computed, and inputs, both seen through views."""
+    read: set[fx.Node] = set()
+    pending = list(node.all_input_nodes)
+    while pending:
+        item = pending.pop()
+        if item in computed or not (is_view(item) or is_part(item)):
+            read.add(item)
+        else:
+            pending += item.all_input_nodes
+    return read
+
+
+def _follows(node: fx.Node, read: Mapping[fx.Node, set[fx.Node]], readers: Mapping[fx.Node, int]) -> bool:
+    """Whether a node is there for the graph's outputs alone, and all that it reads is there for others, too, as with
+    the bits of a mask: it comes as soon as that is there."""
+    computed = [item for item in read[node] if item in read]
+    return bool(computed) and not readers.get(node) and all(readers[item] > 1 for item in computed)
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(map(hinted_bytes, fakes_in(node.meta.get("val"))))
 
 
 def _behind(nodes: Sequence[fx.Node]) -> dict[fx.Node, set[fx.Node]]:

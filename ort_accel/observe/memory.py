@@ -69,6 +69,8 @@ def _summary(graph: GraphMemory) -> Table:
     facts.add_row("computed again", f"{graph.repeated} operators, about {graph.cost_ms:.1f} ms a step")
     if graph.moved:
         facts.add_row("moved to host memory", f"{mib(graph.moved)} MiB, about {graph.moving_ms:.1f} ms a step")
+    if graph.masks:
+        facts.add_row("masks kept as bits", f"{mib(graph.bits)} MiB instead of {mib(graph.masks)} MiB")
     if graph.frontier:
         facts.add_row("predicted peak of a step", predicted(graph.frontier[-1]))
     if len(graph.frontier) > 1:

@@ -65,6 +65,8 @@ def _recomputed(item: Data) -> Markup:
     said = f"{item['repeated']} operators are computed again, which takes about {item['cost_ms']:.1f} ms a step."
     if item["moved"]:
         said += f" {item['moved'] / MIB:,.1f} MiB go to host memory and back, about {item['moving_ms']:.1f} ms."
+    if item["masks"]:
+        said += f" Of masks {item['bits'] / MIB:,.1f} MiB of bits are kept instead of {item['masks'] / MIB:,.1f} MiB."
     listing = table(
         ("", "cluster", "type", "applied", "saving, bytes", "cost, ms", "saving, symbolic"), map(_plan, plans), (4, 5)
     )

@@ -16,7 +16,7 @@ KEPT, TEMPORARY, UNUSED = "kept for the backward", "temporaries", "unused in ONN
 def account(step: Timeline, places: Mapping[fx.Node, int], layers: int) -> list[MemoryStage]:
     """The stages of a step; `places` tells the layer of each operator of the forward, of so many layers."""
     layer = {node.name: place for node, place in places.items()}
-    value = {name: name for name in step.stash} | step.moved
+    value = {name: name for name in step.stash} | step.stands_for
     alive = {name for stage in step.stages for name in stage.live if value.get(name) in layer}
     place = {name: layer[value[name]] for name in alive}
     parts = {name: f"{KEPT}: {_part(place[name], layers)}" for name in sorted(alive, key=place.__getitem__)}

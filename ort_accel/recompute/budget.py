@@ -15,7 +15,7 @@ worth. A budget takes the cheaper of the two choices, so that no step costs more
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
 from torch import fx
@@ -32,8 +32,9 @@ ROUNDS = 16
 
 Budgeted = Place | Move
 
-Foresee = Callable[[frozenset[fx.Node], frozenset[str]], Timeline]
-"""Tells how a step would go with these operators computed again, and these values in host memory meanwhile."""
+Foresee = Callable[[frozenset[fx.Node], frozenset[str], bool], Timeline]
+"""Tells how a step would go with these operators computed again, these values in host memory meanwhile, and of masks
+their bits alone kept or not."""
 
 
 @dataclass(frozen=True)
@@ -45,24 +46,31 @@ class Choice:
     step: Timeline
     moved: frozenset[str] = frozenset()
     """The values, by their names."""
+    as_bits: bool = False
+    """Of masks the bits alone are kept."""
 
     @property
     def cost(self) -> float:
         """Milliseconds a step, as the cost model has it."""
-        return sum(map(milliseconds, self.nodes)) + self.step.moving
+        return sum(map(milliseconds, self.nodes)) + self.step.keeping
 
 
-def choices(options: Sequence[Sequence[Budgeted]], always: Collection[fx.Node], foresee: Foresee) -> Iterator[Choice]:
+def choices(
+    options: Sequence[Sequence[Budgeted]], always: Collection[fx.Node], foresee: Foresee, has_masks: bool = False
+) -> Iterator[Choice]:
     """Ever larger choices, from none of the options on; `always` is computed again in any case. Of several lists of
-    options one is gone through after the other."""
+    options one is gone through after the other. Before them all, masks are kept as bits: that costs least."""
     nodes, moved = frozenset(always), frozenset[str]()
-    choice = Choice((), nodes, foresee(nodes, moved))
-    step, left = choice.step.own // ROUNDS, options
-    while True:
+    choice = Choice((), nodes, foresee(nodes, moved, False))
+    yield choice
+    part, left = choice.step.own // ROUNDS, options
+    if has_masks:
+        choice = replace(choice, step=foresee(nodes, moved, True), as_bits=True)
         yield choice
+    while True:
         idle = set[str]().union(*(moment.idle for moment in choice.step.highest))
         wishes = [(some, there) for some in left for there in (idle, choice.step.stash)]
-        tried = (_most_worth(some, there, choice.moved, step) for some, there in wishes)
+        tried = (_most_worth(some, there, choice.moved, part) for some, there in wishes)
         taken = next(filter(None, tried), None)
         if taken is None:
             return
@@ -71,7 +79,9 @@ def choices(options: Sequence[Sequence[Budgeted]], always: Collection[fx.Node], 
         again = [option for option in taken if isinstance(option, Place)]
         moved = choice.moved.union(option.name for option in taken if isinstance(option, Move))
         nodes = choice.nodes.union(*(place.nodes for place in again))
-        choice = Choice((*choice.places, *again), nodes, foresee(nodes, moved), moved)
+        step = foresee(nodes, moved, choice.as_bits)
+        choice = Choice((*choice.places, *again), nodes, step, moved, choice.as_bits)
+        yield choice
 
 
 def within(budget: str | float, sequences: Sequence[Iterator[Choice]]) -> list[Choice]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import fx
 from ort_accel.config.plan_text import Plan, join_plans, read_plan_file
 from ort_accel.config.sections import Memory
 from ort_accel.recompute.account import account
-from ort_accel.recompute.budget import Budgeted, Choice, Foresee, choices, within
+from ort_accel.recompute.bits import has_masks, packed, packing_ms
+from ort_accel.recompute.budget import Budgeted, Foresee, choices, within
 from ort_accel.recompute.checkpoints import take_marks
 from ort_accel.recompute.cost import milliseconds
 from ort_accel.recompute.graph import forward_nodes, whole
@@ -39,6 +41,18 @@ NO_LAYERS = (
 LIGHTLY = "auto: norms, activations and arithmetic are computed again, which costs next to nothing"
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """What becomes of what a forward would keep."""
+
+    nodes: frozenset[fx.Node] = frozenset()
+    """Operators that are computed again."""
+    moved: frozenset[str] = frozenset()
+    """Names of values that go to host memory meanwhile."""
+    as_bits: bool = False
+    """Of masks the bits alone are kept."""
+
+
 class Recompute:
     """`memory:` at work for one model."""
 
@@ -61,26 +75,26 @@ class Recompute:
         wanted = how["num_fwd_outputs"]
 
         @cache
-        def foresee(nodes: frozenset[fx.Node], values: frozenset[str]) -> Timeline:
-            pair = rehearsed(joint, inputs, nodes, **how)
+        def foresee(nodes: frozenset[fx.Node], values: frozenset[str], as_bits: bool) -> Timeline:
+            pair = rehearsed(joint, inputs, nodes, as_bits, **how)
             moved = move(pair, wanted, values)
+            packing = packing_ms(pair)
             step = timeline(*pair, wanted, self._cutter, self._holding)
-            step.moving = moved.cost
+            step.keeping = moved.cost + packing
             return step
 
         movable = Movable(joint.graph, wanted) if self._memory.offload else None
-        chosen, values = self.choose(joint.graph, graph, foresee, movable)
-        divided = partition(joint, inputs, chosen, **how)
+        choice = self.choose(joint.graph, graph, foresee, movable)
+        divided = partition(joint, inputs, choice.nodes, choice.as_bits, **how)
         record = self._report.memory[graph]
         record.stash = total(stash(joint.graph))
+        record.bits, record.masks = packed(joint.graph)
         if movable is not None:
-            self._move(divided, wanted, values, movable, record)
+            self._move(divided, wanted, choice.moved, movable, record)
         return divided
 
-    def choose(
-        self, joint: fx.Graph, graph: str, foresee: Foresee, movable: Movable | None
-    ) -> tuple[set[fx.Node], Collection[str]]:
-        """The operators that are computed again, recorded in the report, and the names of the values that are moved."""
+    def choose(self, joint: fx.Graph, graph: str, foresee: Foresee, movable: Movable | None) -> Chosen:
+        """What becomes of what is kept, recorded in the report."""
         marks = take_marks(joint)
         layers = find_layers(forward_nodes(joint))
         record = GraphMemory(graph, str(self._memory.level), layers=len(layers.starts))
@@ -92,42 +106,32 @@ class Recompute:
         if self._memory.decides_itself and taken:
             self._report.applied("memory.level", LIGHTLY)
         taken += [place for wish in wishes for place in wish.places]
-        chosen = marks.again.union(*(place.nodes for place in taken))
+        always = marks.again.union(*(place.nodes for place in taken))
+        as_bits = has_masks(joint)
+        chosen = Chosen(frozenset(always), as_bits=as_bits and (self._level() > 0 or self._memory.decides_itself))
         steps: list[tuple[Collection[fx.Node], Timeline]] = []
-        values: Collection[str] = ()
         if self._memory.budget is not None:
             free = [
                 p for option in options if option.kind == PlanKind.RECOMPUTE for p in option.places if p not in taken
             ]
             free = [place for place in free if not place.nodes & marks.borders]
             inside = within_layers(joint, layers)
-            tried = self._within(self._memory.budget, free, inside, movable, chosen, foresee)
+            moves = [item for item in movable.moves() if whole(item.kept.node) not in always] if movable else []
+            both: list[Sequence[Budgeted]] = [free, [*free, *moves]] if moves else [free]
+            sequences = [choices(_inside_first(some, inside), always, foresee, as_bits) for some in both]
+            tried = within(self._memory.budget, sequences)
             steps = [(choice.nodes, choice.step) for choice in tried]
-            taken, values = [*taken, *tried[-1].places], tried[-1].moved
-            chosen = chosen.union(*(place.nodes for place in tried[-1].places))
+            taken = [*taken, *tried[-1].places]
+            chosen = Chosen(tried[-1].nodes, tried[-1].moved, tried[-1].as_bits)
         if self._predicts and not steps:
-            steps = [(nodes, foresee(frozenset(nodes), frozenset())) for nodes in ([(), chosen] if chosen else [()])]
+            both_ways = [Chosen(), chosen] if chosen.nodes or chosen.as_bits else [chosen]
+            steps = [(one.nodes, foresee(one.nodes, frozenset(), one.as_bits)) for one in both_ways]
         if steps:
             record.frontier = [_peak(nodes, step) for nodes, step in steps]
             record.stages = account(steps[-1][1], region(forward_nodes(joint), layers), len(layers.starts))
         record.plans = _rows(options, wishes, taken)
-        self._record(record, joint, chosen)
-        return chosen, values
-
-    @staticmethod
-    def _within(
-        budget: str | float,
-        free: list[Place],
-        inside: Collection[fx.Node],
-        movable: Movable | None,
-        always: set[fx.Node],
-        foresee: Foresee,
-    ) -> list[Choice]:
-        """The choices up to that of a budget: by recomputation alone, or with moves where that costs less. What lies
-        `inside` of layers comes first."""
-        moves = [item for item in movable.moves() if whole(item.kept.node) not in always] if movable else []
-        both: list[Sequence[Budgeted]] = [free, [*free, *moves]] if moves else [free]
-        return within(budget, [choices(_inside_first(options, inside), always, foresee) for options in both])
+        self._record(record, joint, chosen.nodes)
+        return chosen
 
     def _move(self, pair: Pair, wanted: int, values: Collection[str], movable: Movable, record: GraphMemory) -> None:
         """Move these values, where the divided graphs still keep them, and record it."""
@@ -164,7 +168,7 @@ class Recompute:
             if _lies_in(place, inside)
         ]
 
-    def _record(self, record: GraphMemory, joint: fx.Graph, chosen: set[fx.Node]) -> None:
+    def _record(self, record: GraphMemory, joint: fx.Graph, chosen: Collection[fx.Node]) -> None:
         kept = stash(joint)
         record.stash_without = total(kept)
         record.symbols = _symbols(joint)
@@ -173,7 +177,7 @@ class Recompute:
 
 
 def _peak(nodes: Collection[fx.Node], step: Timeline) -> Peak:
-    return Peak(step.peak, step.resident, sum(map(milliseconds, nodes)) + step.moving)
+    return Peak(step.peak, step.resident, sum(map(milliseconds, nodes)) + step.keeping)
 
 
 def within_layers(joint: fx.Graph, layers: Layers) -> set[fx.Node]:

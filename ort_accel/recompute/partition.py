@@ -10,14 +10,20 @@ from torch import fx
 
 from ort_accel.lowering.nodes import is_random
 from ort_accel.recompute.again import compute_again
+from ort_accel.recompute.bits import keep_bits, masks_in
 
 Pair = tuple[fx.GraphModule, fx.GraphModule]
 """A forward graph and its backward graph."""
 
 
-def partition(joint: fx.GraphModule, inputs: Any, chosen: Collection[fx.Node] = (), **how: Any) -> Pair:
-    """Keep for the backward what it reads: all that eager mode keeps, less the views and the chosen operators."""
+def partition(
+    joint: fx.GraphModule, inputs: Any, chosen: Collection[fx.Node] = (), as_bits: bool = False, **how: Any
+) -> Pair:
+    """Keep for the backward what it reads: all that eager mode keeps, less the views and the chosen operators; and of
+    masks their bits alone, if that is wanted."""
     compute_again(joint.graph, chosen)
+    if as_bits:
+        keep_bits(joint.graph, masks_in(joint.graph, how["num_fwd_outputs"]))
     forward, backward = default_partition(joint, inputs, **how)
     backward.graph.eliminate_dead_code(_is_needed)
     return forward, backward
@@ -28,8 +34,10 @@ def _is_needed(node: fx.Node) -> bool:
     return node.is_impure() and not is_random(node)
 
 
-def rehearsed(joint: fx.GraphModule, inputs: Any, chosen: Collection[fx.Node] = (), **how: Any) -> Pair:
+def rehearsed(
+    joint: fx.GraphModule, inputs: Any, chosen: Collection[fx.Node] = (), as_bits: bool = False, **how: Any
+) -> Pair:
     """What `partition` would give, with the joint graph left as it is."""
     graph, twins = fx.Graph(), {}  # type: tuple[fx.Graph, dict[fx.Node, fx.Node]]
     graph.output(graph.graph_copy(joint.graph, twins)).meta = dict(joint.graph.output_node().meta)
-    return partition(fx.GraphModule(joint, graph), inputs, [twins[node] for node in chosen], **how)
+    return partition(fx.GraphModule(joint, graph), inputs, [twins[node] for node in chosen], as_bits, **how)

@@ -1,10 +1,11 @@
 """What operators take for themselves while they run, where that is as large as their results.
 
-ONNX Runtime's `Where` makes two values of the size of its result before it joins them, `ScatterElements` copies what it
-writes into, and the gradient of a layer norm is computed in four values of the size of its first result. PyTorch's
-kernels for the CPU take little; but attention over rows with dropout makes its products one after the other
-(`lowering/row_attention.py`), and holds several of the size of all pairs of some sequences at once; and a mask that is
-looked at in each step (`lowering/lean_attention.py`) becomes numbers where the kernel has to see it.
+In ONNX Runtime the mask of a dropout becomes numbers twice (`lowering/ops/dropout.py`), `Where` makes two values of the
+size of its result before it joins them, `ScatterElements` copies what it writes into, and the gradient of a layer norm
+is computed in four values of the size of its first result. PyTorch's kernels for the CPU take little; but attention
+over rows with dropout makes its products one after the other (`lowering/row_attention.py`), and holds several of the
+size of all pairs of some sequences at once; and a mask that is looked at in each step (`lowering/lean_attention.py`)
+becomes numbers where the kernel has to see it.
 """
 
 from __future__ import annotations

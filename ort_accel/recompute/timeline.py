@@ -6,7 +6,8 @@ captured with.
 
 ONNX Runtime and PyTorch have a pool of memory each, and neither uses what the other one has left. That of ONNX Runtime
 keeps what it ever held, so the peak of a step is the sum of both pools' highest moments, whenever they are; unless it
-gives back, behind every backward, what it does not use. On a CUDA device both can share one pool, PyTorch's.
+gives back what it does not use, behind the forward and the backward or behind each segment. On a CUDA device both can
+share one pool, PyTorch's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import fx
 from ort_accel.lowering.early_gradients import Gradients
 from ort_accel.lowering.host_operators import is_on_host, own
 from ort_accel.lowering.in_place import is_own, replaceable
+from ort_accel.lowering.mask_bits import own as bits
 from ort_accel.lowering.nodes import fakes_in, is_part, is_size, is_view, returned, tensors_of, writes
 from ort_accel.lowering.ort_segment import lie_in_pool
 from ort_accel.lowering.pytorch_segment import lies_in_pool
@@ -55,8 +57,10 @@ class Holding:
     """Who holds memory in a step, and for how long."""
 
     shrinks: bool = False
-    """ONNX Runtime's pool gives back, behind the backward, what it does not use; otherwise every step begins with all
-    that it ever held."""
+    """ONNX Runtime's pool gives back what it does not use, behind the forward and behind the backward; otherwise every
+    step begins with all that it ever held."""
+    shrinks_each_time: bool = False
+    """It does so behind each segment, too."""
     pool_from: float = 0
     """From so many bytes on, a result lies in ONNX Runtime's pool; smaller ones that leave a segment of it lie in
     PyTorch's memory."""
@@ -101,10 +105,12 @@ class Timeline:
     """The moments that make it so much: less alive at any of them may make it less."""
     stages: list[Stage] = field(default_factory=list)
     """The segments in the order of running, and the optimizer's step."""
-    moved: dict[str, str] = field(default_factory=dict)
-    """Which value lies on the device, before it is moved to host memory and as what has come back from there."""
-    moving: float = 0.0
-    """Milliseconds that it takes longer because values are moved to host memory and back, as the cost model has it."""
+    stands_for: dict[str, str] = field(default_factory=dict)
+    """Which value is meant by what lies on the device: before it is moved to host memory, as what has come back from
+    there, or as the bits of a mask."""
+    keeping: float = 0.0
+    """Milliseconds that it takes longer because values are kept otherwise, in host memory or as bits, as the cost model
+    has it."""
 
     @property
     def resident(self) -> int:
@@ -138,7 +144,7 @@ def timeline(
     kept = {node.name: owner(node).name for node in results if isinstance(node, fx.Node)}
     lasting = {kept[node.name] for node in results[:wanted] if isinstance(node, fx.Node)}
     step.stash = frozenset(kept[node.name] for node in results[wanted:] if isinstance(node, fx.Node)) - lasting
-    step.moved = _moved(results, backward.graph)
+    step.stands_for = _moved(results, backward.graph) | _bits(results)
     there = {node.name for node in given}.union(kept)
     for tangent in backward.graph.find_nodes(op="placeholder"):
         if is_tensor(tangent) and tangent.name not in there:
@@ -164,6 +170,12 @@ def _moved(results: Iterable[Any], backward: fx.Graph) -> dict[str, str]:
     sent = {node.name: owner(node.all_input_nodes[0]).name for node in on_host}
     back = backward.find_nodes(op="call_function", target=own.from_host.default)
     return {name: name for name in sent.values()} | {node.name: sent[node.all_input_nodes[0].name] for node in back}
+
+
+def _bits(results: Iterable[Any]) -> dict[str, str]:
+    """Of which mask these are the bits."""
+    kept = [node for node in results if isinstance(node, fx.Node) and node.target is bits.to_bits.default]
+    return {node.name: owner(node.all_input_nodes[0]).name for node in kept}
 
 
 class _Half:
@@ -217,6 +229,8 @@ class _Half:
                     highest, most = _stage(phase, pools), self._counted(pools)
                 pools.drop([BORROWED, *over, *(item.name for item in _made(node) if self._is_over(item.name))])
             pools.drop([name for name in given | self._leaving if self._is_over(name, cut)])
+            if self._holding.shrinks_each_time:
+                pools.shrink()
             yield highest
         pools.is_used = Moment.is_used
 

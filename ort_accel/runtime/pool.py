@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from ort_accel.runtime.imported import onnxruntime
 from ort_accel.runtime.kernels import Probe, Sample
 from ort_accel.runtime.place import CPU
-from ort_accel.runtime.session import Session, SessionSettings, share_memory_pool
+from ort_accel.runtime.session import CPU_POOL, SHRINKAGE, Session, SessionSettings, share_memory_pool
 from ort_accel.runtime.tensors import sizes_to_ort
 
 NOTHING = Probe("Identity", (Sample((1,)),), {}, ("float32",), "", 17)
@@ -35,7 +35,7 @@ def _shrinking() -> tuple[Any, Any]:
     model, settings = NOTHING.model().SerializeToString(), SessionSettings(threads=1).options()
     session = onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
     options = onnxruntime.RunOptions()
-    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+    options.add_run_config_entry(SHRINKAGE, CPU_POOL)
     return session, options
 
 

@@ -23,6 +23,9 @@ INEXACT = ["MatMulScaleFusion"]
 
 SILENT = 4
 
+SHRINKAGE, CPU_POOL = "memory.enable_memory_arena_shrinkage", "cpu:0"
+"""With this, a run gives back to the system what the pool does not use any more."""
+
 QUIET = 3
 """Log errors only: warnings about unused initializers and the like say nothing to a user."""
 
@@ -40,6 +43,9 @@ class SessionSettings:
     """What sessions compute on."""
     whole: bool = field(default=False, repr=False)
     """On a CUDA device: refuse a model of which the CPU would have to run a part."""
+    shrinks: bool = field(default=False, repr=False)
+    """On the CPU: give back, behind each run, what the pool does not use. That is for a C library that joins freed
+    blocks: otherwise gaps would take more than the pool gives back."""
 
     def options(self) -> Any:
         """The SessionOptions that these settings mean."""
@@ -140,6 +146,8 @@ class Session:
         self._devices = [settings.place.ort_device()] * len(outputs)
         self._options = onnxruntime.RunOptions()
         self._options.log_severity_level = SILENT  # a run that fails is run by PyTorch, which says what is wrong
+        if settings.shrinks:
+            self._options.add_run_config_entry(SHRINKAGE, CPU_POOL)
         if settings.place.is_cuda:  # PyTorch's own work comes behind it on the same stream
             self._options.add_run_config_entry(NOT_SYNCHRONIZED, "1")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -122,8 +123,11 @@ ACROSS = {
 }
 
 
+@pytest.mark.parametrize("pool_from", [0, inf], ids=["results in the pool", "none in the pool"])
 @pytest.mark.parametrize("name", ACROSS)
-def test_what_another_segment_made_is_replaced_when_nobody_needs_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_what_another_segment_made_is_replaced_when_nobody_needs_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, pool_from: float
+) -> None:
     case = ACROSS[name]
     found: list[tuple[str, str]] = []
 
@@ -139,7 +143,7 @@ def test_what_another_segment_made_is_replaced_when_nobody_needs_it(monkeypatch:
     module = make_fx(lambda *given: list(case.function(*given)), tracing_mode="fake")(*inputs())
     unwanted = frozenset(f"aten.{name}" for name in case.pytorch)
     lowering = Lowering(Sessions(SessionSettings(threads=1)), 20, Report(), unwanted=unwanted, for_speed=False)
-    program = lower_graph(module, lowering, "forward 0")
+    program = lower_graph(module, replace(lowering, pool_from=pool_from), "forward 0")
     for _ in range(2):
         given = inputs()
         torch.testing.assert_close(program(list(given)), list(case.function(*given)))

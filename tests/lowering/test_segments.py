@@ -7,6 +7,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ort_accel.lowering import mask_bits  # noqa: F401 -- the operators that a test calls
 from ort_accel.lowering.assign import Refusal
 from ort_accel.lowering.islands import MOST_ELEMENTS, merge_islands
 from ort_accel.lowering.nodes import is_view
@@ -111,6 +112,95 @@ def test_a_write_keeps_its_place_among_reads():
     graph = graph_of(writes, torch.ones(3))
     order = [node.target for item in cut(graph, assign(graph, only(aten.copy_.default))) for node in item.nodes]
     assert order == [aten.sin.default, aten.copy_.default, aten.cos.default]
+
+
+LARGE = 1 << 18
+"""Elements; those of a mask take more than what is of no account."""
+
+
+def test_what_waits_for_nothing_runs_where_it_is_read():
+    """As the factors that masks of dropout become in a backward."""
+
+    def masked(x, mask):
+        return x.sin().cos() * (mask.float() * 2)
+
+    graph = graph_of(masked, torch.ones(LARGE), torch.ones(LARGE, dtype=torch.bool))
+    assert runs(graph, only(aten.cos.default)) == [
+        (Runner.ORT, [aten.sin.default]),
+        (Runner.PYTORCH, [aten.cos.default]),
+        (Runner.ORT, [aten._to_copy.default, aten.mul.Tensor, aten.mul.Tensor]),
+    ]
+
+
+def test_the_other_runner_makes_it_in_the_segment_before():
+    def masked(x, mask):
+        return x.cos().sin().cos().sin() * mask.float()
+
+    graph = graph_of(masked, torch.ones(LARGE), torch.ones(LARGE, dtype=torch.bool))
+    assert runs(graph, only(aten.cos.default, aten._to_copy.default)) == [
+        (Runner.PYTORCH, [aten.cos.default]),
+        (Runner.ORT, [aten.sin.default]),
+        (Runner.PYTORCH, [aten.cos.default, aten._to_copy.default]),
+        (Runner.ORT, [aten.sin.default, aten.mul.Tensor]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "smaller", [lambda y: y.sum(), lambda y: (y * 2).sum(), lambda y: y > 0], ids=["a sum", "through more", "a mask"]
+)
+def test_what_is_smaller_than_what_it_is_made_of_is_made_at_once(smaller):
+    graph = graph_of(lambda x, y: x.sin().cos() * smaller(y), torch.ones(LARGE), torch.ones(LARGE))
+    first, *_, last = runs(graph, only(aten.cos.default))
+    assert aten.mul.Tensor not in first[1] or len(first[1]) > 2
+    assert last == (Runner.ORT, [aten.mul.Tensor])
+
+
+def test_what_is_read_early_and_late_is_made_for_the_first_reader():
+    def both(x, mask):
+        factor = mask.float()
+        return (x * factor).cos() * factor
+
+    graph = graph_of(both, torch.ones(LARGE), torch.ones(LARGE, dtype=torch.bool))
+    assert runs(graph, only(aten.cos.default))[0] == (Runner.ORT, [aten._to_copy.default, aten.mul.Tensor])
+
+
+def test_nothing_comes_later_than_a_write_that_follows_it():
+    def written(x, y):
+        factor = y.float()
+        y.zero_()
+        return x.sin().cos() * factor
+
+    graph = graph_of(written, torch.ones(LARGE), torch.ones(LARGE, dtype=torch.int32))
+    order = [node.target for item in cut(graph, assign(graph, only(aten.cos.default))) for node in item.nodes]
+    assert order.index(aten._to_copy.default) < order.index(aten.zero_.default)
+
+
+def test_draws_come_late_and_in_order_and_their_bits_with_them():
+    def dropped(x):
+        masks = [torch.rand(LARGE) > 0.5 for _ in range(2)]
+        x = (x.sin() * masks[0]).cos().sin() * masks[1]
+        return x, *map(torch.ops.ort_accel.to_bits, masks)
+
+    graph = graph_of(dropped, torch.ones(LARGE))
+    drawing = aten.rand.default, aten.gt.Scalar, torch.ops.ort_accel.to_bits.default
+    assert runs(graph, only(aten.cos.default, *drawing)) == [
+        (Runner.PYTORCH, [*drawing]),
+        (Runner.ORT, [aten.sin.default, aten.mul.Tensor]),
+        (Runner.PYTORCH, [*drawing[:2], aten.cos.default, drawing[2]]),
+        (Runner.ORT, [aten.sin.default, aten.mul.Tensor]),
+    ]
+
+
+def test_bits_of_a_mask_that_is_made_at_the_end_come_behind_it():
+    def masked(x, index):
+        mask = (torch.rand(LARGE) > 0.5)[index]
+        return x.cos().sin() * mask, torch.ops.ort_accel.to_bits(mask)
+
+    graph = graph_of(masked, torch.ones(LARGE), torch.arange(LARGE))
+    in_pytorch = only(aten.cos.default, aten.rand.default, torch.ops.ort_accel.to_bits.default)
+    *_, before, last = runs(graph, in_pytorch)
+    assert aten.mul.Tensor in before[1]
+    assert last == (Runner.PYTORCH, [torch.ops.ort_accel.to_bits.default])
 
 
 def cuts_around(elements: int, op) -> list[Cut]:

@@ -56,6 +56,8 @@ MEMORY = {
     "stash": 2**20,
     "repeated": 3,
     "moved": 0,
+    "bits": 2**17,
+    "masks": 2**20,
     "cost_ms": 0.26,
     "symbols": {"batch": 4},
     "frontier": [
@@ -157,7 +159,10 @@ def test_memory_is_shown_by_what_is_kept_and_by_its_plans():
     plot = page.plots["What the forward keeps for the backward"]
     assert {"4.0 MiB", "1.0 MiB"} <= set(plot.words)
     assert plot.bars[0] == pytest.approx(4 * plot.bars[1], rel=0.01)
-    assert "3 operators are computed again, which takes about 0.3 ms a step. Sizes: batch = 4." in page.text
+    assert (
+        "3 operators are computed again, which takes about 0.3 ms a step. "
+        "Of masks 0.1 MiB of bits are kept instead of 1.0 MiB. Sizes: batch = 4."
+    ) in page.text
     assert table_with(page, "", "cluster") == [
         ["ON", "Gelu+", "1", "1 of 2", "2,000", "0.25", "500*batch"],
         ["OFF", "Where+", "2", "0 of 1", "1,000", "0.10", "250*batch"],

@@ -233,7 +233,8 @@ def options(again, moved):
     ],
 )
 def test_the_cheapest_is_chosen_for_each_value(again, moved, names):
-    def foresee(nodes, values):
+    def foresee(nodes, values, as_bits):
+        assert not as_bits
         live = {name: 1024 for name in again if name not in values and name not in {node.name for node in nodes}}
         return Timeline(0, 0, own=16 * 2048, highest=[Moment(live, sum(live.values()))])
 

@@ -14,5 +14,5 @@ aten = torch.ops.aten
 
 @lowers(aten.native_dropout_backward.default)
 def apply_mask(graph: OnnxGraph, operand: Operand, mask: Operand, scale: float) -> Any:
-    kept, dropped = graph.scalar(scale, operand.dtype), graph.scalar(0, operand.dtype)
-    return graph.op("Mul", operand, graph.op("Where", mask, kept, dropped))
+    factor = graph.op("Mul", graph.cast(mask, operand.dtype), graph.scalar(scale, operand.dtype))
+    return graph.op("Mul", factor, operand)
