@@ -153,7 +153,8 @@ def _delayed(
     read = {node: _read(node, waits) for node in waits}
     readers = Counter(source for sources_ in read.values() for source in sources_)
     ready = _ready(waits, behind, read, readers)
-    following = {node for node, grows in ready.items() if not grows and _follows(node, read, readers)}
+    waited_for = set[fx.Node]().union(*waits.values())
+    following = {node for node, grows in ready.items() if not grows and _follows(node, read, readers)} - waited_for
     latest: dict[fx.Node, int] = {}
     for node in reversed(waits):
         if node in following:

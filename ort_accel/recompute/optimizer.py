@@ -107,8 +107,8 @@ class Recompute:
             self._report.applied("memory.level", LIGHTLY)
         taken += [place for wish in wishes for place in wish.places]
         always = marks.again.union(*(place.nodes for place in taken))
-        as_bits = has_masks(joint)
-        chosen = Chosen(frozenset(always), as_bits=as_bits and (self._level() > 0 or self._memory.decides_itself))
+        masks = has_masks(joint)
+        chosen = Chosen(frozenset(always), as_bits=masks and (self._level() > 0 or self._memory.decides_itself))
         steps: list[tuple[Collection[fx.Node], Timeline]] = []
         if self._memory.budget is not None:
             free = [
@@ -118,7 +118,7 @@ class Recompute:
             inside = within_layers(joint, layers)
             moves = [item for item in movable.moves() if whole(item.kept.node) not in always] if movable else []
             both: list[Sequence[Budgeted]] = [free, [*free, *moves]] if moves else [free]
-            sequences = [choices(_inside_first(some, inside), always, foresee, as_bits) for some in both]
+            sequences = [choices(_inside_first(some, inside), always, foresee, masks) for some in both]
             tried = within(self._memory.budget, sequences)
             steps = [(choice.nodes, choice.step) for choice in tried]
             taken = [*taken, *tried[-1].places]

@@ -175,6 +175,19 @@ def test_nothing_comes_later_than_a_write_that_follows_it():
     assert order.index(aten._to_copy.default) < order.index(aten.zero_.default)
 
 
+def test_bits_do_not_follow_past_a_write():
+    def written(x, y):
+        mask = torch.rand(LARGE) > 0.5
+        bits = torch.ops.ort_accel.to_bits(mask)
+        y.zero_()
+        return x.sin().cos() * mask, bits
+
+    graph = graph_of(written, torch.ones(LARGE), torch.ones(LARGE))
+    decide = only(aten.cos.default, aten.zero_.default, aten.rand.default, torch.ops.ort_accel.to_bits.default)
+    order = [node.target for item in cut(graph, assign(graph, decide)) for node in item.nodes]
+    assert order.index(torch.ops.ort_accel.to_bits.default) < order.index(aten.zero_.default)
+
+
 def test_draws_come_late_and_in_order_and_their_bits_with_them():
     def dropped(x):
         masks = [torch.rand(LARGE) > 0.5 for _ in range(2)]
