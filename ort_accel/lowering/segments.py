@@ -87,13 +87,19 @@ def _needed(graph: fx.Graph) -> set[fx.Node]:
 
 def sources(node: fx.Node, free: set[fx.Node]) -> set[fx.Node]:
     """What must have run before this node, seen through views."""
+    found = _seen_through(node, lambda item: item in free or is_part(item))
+    return {item for item in found if item.op == "call_function" and not is_size(item)}
+
+
+def _seen_through(node: fx.Node, is_clear: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """What a node reads; of what is clear, what that reads."""
     found: set[fx.Node] = set()
     pending = list(node.all_input_nodes)
     while pending:
         item = pending.pop()
-        if item in free or is_part(item):
-            pending.extend(item.all_input_nodes)
-        elif item.op == "call_function" and not is_size(item):
+        if is_clear(item):
+            pending += item.all_input_nodes
+        else:
             found.add(item)
     return found
 
@@ -202,15 +208,7 @@ def _ready(
 
 def _read(node: fx.Node, computed: Collection[fx.Node]) -> set[fx.Node]:
     """What a node reads: what was computed, and inputs, both seen through views."""
-    read: set[fx.Node] = set()
-    pending = list(node.all_input_nodes)
-    while pending:
-        item = pending.pop()
-        if item in computed or not (is_view(item) or is_part(item)):
-            read.add(item)
-        else:
-            pending += item.all_input_nodes
-    return read
+    return _seen_through(node, lambda item: item not in computed and (is_view(item) or is_part(item)))
 
 
 def _follows(node: fx.Node, read: Mapping[fx.Node, set[fx.Node]], readers: Mapping[fx.Node, int]) -> bool:
