@@ -15,7 +15,7 @@ from torch._inductor import config as inductor_settings
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 
 from ort_accel.lowering.draws import kept
-from ort_accel.lowering.nodes import is_part, is_random
+from ort_accel.lowering.nodes import half_of, is_part, is_random, size_arguments
 
 aten = torch.ops.aten
 
@@ -85,7 +85,7 @@ def _draw(graph: fx.Graph, operand: fx.Node, node: fx.Node, keep: float) -> fx.N
     """
     value = node.meta["val"][1]
     order = compute_elementwise_output_logical_to_physical_perm(operand.meta["val"])[0]
-    sizes = _sizes(graph, operand, value)
+    sizes = size_arguments(graph, operand, value.shape)
     drawn = value.new_empty([value.shape[dim] for dim in order])
     laid = [sizes[dim] for dim in order]
     if value.device.type == "cpu":
@@ -106,26 +106,9 @@ def _by_dropout(graph: fx.Graph, operand: fx.Node, node: fx.Node, sizes: list[An
     like = drawn.to(operand.meta["val"].dtype)
     how: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
     blank = graph.call_function(aten.empty.memory_format, (sizes,), how)
-    blank.meta = {"val": like} | _tag(operand)
+    blank.meta = {"val": like} | half_of(operand)
     dropout = graph.call_function(aten.native_dropout.default, (blank, node.args[1], True))
     dropout.meta = {**node.meta, "val": (like, drawn)}
     mask = graph.call_function(operator.getitem, (dropout, 1))
     mask.meta = {**node.meta, "val": drawn}
     return mask
-
-
-def _sizes(graph: fx.Graph, operand: fx.Node, value: torch.Tensor) -> list[Any]:
-    """The sizes of the mask: numbers, or nodes where they may change."""
-    sizes: list[Any] = []
-    for dim, size in enumerate(value.shape):
-        if isinstance(size, torch.SymInt):
-            node = graph.call_function(aten.sym_size.int, (operand, dim))
-            node.meta = {"val": size} | _tag(operand)
-            sizes.append(node)
-        else:
-            sizes.append(size)
-    return sizes
-
-
-def _tag(node: fx.Node) -> dict[str, str]:
-    return {"partitioner_tag": node.meta["partitioner_tag"]} if "partitioner_tag" in node.meta else {}

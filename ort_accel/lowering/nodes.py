@@ -12,6 +12,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ort_accel.lowering.sizes import hinted_bytes
+
 aten = torch.ops.aten
 
 CHECKS = {
@@ -157,6 +159,29 @@ def fakes_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a node's value, or in a list of values."""
     items = value if isinstance(value, tuple | list) else [value]
     return [item for item in items if isinstance(item, torch.Tensor)]
+
+
+def bytes_made(node: fx.Node) -> int:
+    """The bytes of all tensors in a node's value, at the sizes that the graph was captured with."""
+    return sum(map(hinted_bytes, fakes_in(node.meta.get("val"))))
+
+
+def half_of(node: fx.Node) -> dict[str, str]:
+    """The part of a node's meta that tells to which half of a joint graph it belongs."""
+    return {"partitioner_tag": node.meta["partitioner_tag"]} if "partitioner_tag" in node.meta else {}
+
+
+def size_arguments(graph: fx.Graph, node: fx.Node, shape: Sequence[Any]) -> list[Any]:
+    """The sizes of a node's value as arguments of a call: numbers, or nodes where they may change."""
+    sizes: list[Any] = []
+    for dim, size in enumerate(shape):
+        if isinstance(size, torch.SymInt):
+            asked = graph.call_function(aten.sym_size.int, (node, dim))
+            asked.meta = {"val": size} | half_of(node)
+            sizes.append(asked)
+        else:
+            sizes.append(size)
+    return sizes
 
 
 def is_returned(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from torch import fx
 from ort_accel.lowering.assign import Refusal
 from ort_accel.lowering.host_operators import is_move
 from ort_accel.lowering.nodes import (
-    fakes_in,
+    bytes_made,
     is_from_data,
     is_part,
     is_random,
@@ -22,7 +22,6 @@ from ort_accel.lowering.nodes import (
     tensors_of,
     writes,
 )
-from ort_accel.lowering.sizes import hinted_bytes
 from ort_accel.reporting import Runner
 
 Decide = Callable[[fx.Node], Refusal | None]
@@ -195,14 +194,14 @@ def _ready(
     def bytes_for(source: fx.Node) -> int:
         """What has to be there for a value that comes late itself, or is there."""
         if source not in ready:
-            return _bytes(source)
-        return 0 if is_returned(source) else needed[source] if readers[source] == 1 else _bytes(source)
+            return bytes_made(source)
+        return 0 if is_returned(source) else needed[source] if readers[source] == 1 else bytes_made(source)
 
     for node, sources_ in waits.items():
         has_a_place = is_watched(node) or writes(node) or is_move(node) or is_from_data(node)
         if not has_a_place and node not in behind and all(ready.get(source) for source in sources_):
             needed[node] = sum(map(bytes_for, read[node]))
-            ready[node] = needed[node] - _bytes(node) < OF_NO_ACCOUNT
+            ready[node] = needed[node] - bytes_made(node) < OF_NO_ACCOUNT
     return ready
 
 
@@ -216,10 +215,6 @@ def _follows(node: fx.Node, read: Mapping[fx.Node, set[fx.Node]], readers: Mappi
     the bits of a mask: it comes as soon as that is there."""
     computed = [item for item in read[node] if item in read]
     return bool(computed) and not readers.get(node) and all(readers[item] > 1 for item in computed)
-
-
-def _bytes(node: fx.Node) -> int:
-    return sum(map(hinted_bytes, fakes_in(node.meta.get("val"))))
 
 
 def _behind(nodes: Sequence[fx.Node]) -> dict[fx.Node, set[fx.Node]]:

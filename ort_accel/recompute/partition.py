@@ -10,7 +10,7 @@ from torch import fx
 
 from ort_accel.lowering.nodes import is_random
 from ort_accel.recompute.again import compute_again
-from ort_accel.recompute.bits import keep_bits, masks_in
+from ort_accel.recompute.bits import keep_bits
 
 Pair = tuple[fx.GraphModule, fx.GraphModule]
 """A forward graph and its backward graph."""
@@ -23,7 +23,7 @@ def partition(
     masks their bits alone, if that is wanted."""
     compute_again(joint.graph, chosen)
     if as_bits:
-        keep_bits(joint.graph, masks_in(joint.graph, how["num_fwd_outputs"]))
+        keep_bits(joint.graph, how["num_fwd_outputs"])
     forward, backward = default_partition(joint, inputs, **how)
     backward.graph.eliminate_dead_code(_is_needed)
     return forward, backward

@@ -17,10 +17,10 @@ from torch import fx
 
 from ort_accel.lowering.fuse.cross_entropy import JOINED
 from ort_accel.lowering.lean_attention import LEAN
-from ort_accel.lowering.nodes import fakes_in
+from ort_accel.lowering.nodes import bytes_made
 from ort_accel.lowering.row_attention import pairs_at_once
 from ort_accel.lowering.row_operators import own
-from ort_accel.lowering.sizes import hint, hinted_bytes, hinted_elements
+from ort_accel.lowering.sizes import hint, hinted_elements
 from ort_accel.reporting import Runner
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ def scratch(node: fx.Node, runner: Runner) -> int:
     """Bytes beside what the operator reads and gives."""
     packet = getattr(node.target, "overloadpacket", None)
     if runner is Runner.ORT:
-        return RESULTS.get(packet, 0) * sum(map(hinted_bytes, fakes_in(node.meta["val"])))
+        return RESULTS.get(packet, 0) * bytes_made(node)
     if packet is _FORWARD:
         query, key, value, *_, kept = _values(node)[:8]
         return _attention(query, key, value, kept)

@@ -26,11 +26,10 @@ from ort_accel.lowering.early_gradients import Gradients
 from ort_accel.lowering.host_operators import is_on_host, own
 from ort_accel.lowering.in_place import is_own, replaceable
 from ort_accel.lowering.mask_bits import own as bits
-from ort_accel.lowering.nodes import fakes_in, is_part, is_size, is_view, returned, tensors_of, writes
+from ort_accel.lowering.nodes import bytes_made, is_part, is_size, is_view, returned, tensors_of, writes
 from ort_accel.lowering.ort_segment import lie_in_pool
 from ort_accel.lowering.pytorch_segment import lies_in_pool
 from ort_accel.lowering.segments import Cut
-from ort_accel.lowering.sizes import hinted_bytes
 from ort_accel.recompute.gradients import gradients_of
 from ort_accel.recompute.graph import is_tensor, owner
 from ort_accel.recompute.pools import BORROWED, Moment, Pools
@@ -136,7 +135,7 @@ def timeline(
     trained = [node for node, slope in zip(given, returned(backward.graph), strict=False) if slope is not None]
     gradients = gradients_of(forward, backward, wanted) if holding.steps_early else ()
     pools = Pools(holding.shared)
-    step = Timeline(sum(map(_bytes, given)), STATES * sum(map(_bytes, trained)))
+    step = Timeline(sum(map(bytes_made, given)), STATES * sum(map(bytes_made, trained)))
     step.stages += _Half(forward, {}, set(), holding).stages("forward", pools, cutter(forward, ()))
     if holding.shrinks:
         pools.shrink()
@@ -148,13 +147,13 @@ def timeline(
     there = {node.name for node in given}.union(kept)
     for tangent in backward.graph.find_nodes(op="placeholder"):
         if is_tensor(tangent) and tangent.name not in there:
-            pools.add(tangent.name, _bytes(tangent), Runner.PYTORCH)
+            pools.add(tangent.name, bytes_made(tangent), Runner.PYTORCH)
     second = _Half(backward, kept, lasting, holding, gradients)
     step.stages += second.stages("backward", pools, cutter(backward, gradients))
     step.gradients = frozenset(second.memory(node) for node in returned(backward.graph) if isinstance(node, fx.Node))
     if holding.shrinks:
         pools.shrink()
-    pools.add(BORROWED, WORKING * max(map(_bytes, trained), default=0), Runner.PYTORCH)
+    pools.add(BORROWED, WORKING * max(map(bytes_made, trained), default=0), Runner.PYTORCH)
     step.stages.append(_stage("optimizer", pools))
     step.highest = [pools.together] if holding.shared else [*pools.highest.values(), pools.together]
     step.own = pools.together.bytes
@@ -265,7 +264,7 @@ class _Half:
             pools.replace(donor, node.name)
             return
         for item in made:
-            pools.add(item.name, _bytes(item), Runner.PYTORCH if item.name in in_pytorch else Runner.ORT)
+            pools.add(item.name, bytes_made(item), Runner.PYTORCH if item.name in in_pytorch else Runner.ORT)
 
     def _donor(self, node: fx.Node, cut: Cut, over: Collection[str], pools: Pools) -> str | None:
         """The value in whose memory an operator computes, if it does: it is the last to read it."""
@@ -274,7 +273,7 @@ class _Half:
             return next((name for name in names if name in over and name in self._own), None)
         if _packet(node) not in IN_PLACE or not self._is_inner(node.name, cut):
             return None
-        return next((name for name in over if pools.size_in_ort(name) == _bytes(node)), None)
+        return next((name for name in over if pools.size_in_ort(name) == bytes_made(node)), None)
 
     def _in_pytorch(self, cut: Cut) -> set[str]:
         """What a segment makes in PyTorch's memory."""
@@ -307,7 +306,3 @@ def _made(node: fx.Node) -> list[fx.Node]:
     """The values that a node computes into memory of their own, on the device."""
     is_none = is_view(node) or is_part(node) or writes(node) or is_on_host(node)
     return [] if is_none else tensors_of(node)
-
-
-def _bytes(node: fx.Node) -> int:
-    return sum(map(hinted_bytes, fakes_in(node.meta.get("val"))))
