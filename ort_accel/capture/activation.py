@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ort_accel.capture.backend import Backend
 from ort_accel.capture.checks import Checks
 from ort_accel.capture.dynamo import GraphBreaks, capturing, forget, graph_breaks_in
-from ort_accel.capture.left_to_python import LeftToPython, NotCapturedError, line_of
+from ort_accel.capture.left_to_python import LeftToPython, NotCapturedError, line_of_fault
 from ort_accel.capture.open_sizes import Foreseen, OpenSizes
 from ort_accel.capture.problem_type import settle_problem_type
 from ort_accel.capture.skipping import Mode
@@ -100,7 +100,7 @@ class Compiled:
         Dynamo's."""
         result = self._plain(*args, **kwargs)
         self._backend.skipping.refused(failure.fault)
-        self._backend.policy.not_compiled(f"a call of {self._name}", failure.fault, line_of(failure.fault))
+        self._backend.policy.not_compiled(f"a call of {self._name}", failure.fault, line_of_fault(failure.fault))
         self._left.leave(failure.code)
         return result
 

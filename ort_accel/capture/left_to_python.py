@@ -71,9 +71,9 @@ class LeftToPython:
             _WATCHING.reset(before)
             self._failed = {}
         self._codes.update(failed)
-        innermost = {line_of(fault) or code: code for code, fault in failed.items()}  # others fail for its sake
+        innermost = {line_of_fault(fault) or code: code for code, fault in failed.items()}  # others fail for its sake
         for code in innermost.values():
-            self._note(f"code of {code.co_qualname}", failed[code], line_of(failed[code]))
+            self._note(f"code of {code.co_qualname}", failed[code], line_of_fault(failed[code]))
 
     def convert(self, code: CodeType, convert: Callable[[], ConvertFrameReturn]) -> ConvertFrameReturn:
         """What Dynamo makes of some code, or that it is to run as it stands, this time."""
@@ -99,7 +99,7 @@ def is_in_parts() -> bool:
     return watching is not None and watching.is_in_parts
 
 
-def line_of(fault: Exception) -> str:
+def line_of_fault(fault: Exception) -> str:
     """The line of the model at which Dynamo failed, or an empty text."""
     frame = getattr(fault, "innermost_user_frame_summary", None)
     return f"{PurePath(frame.filename).name}:{frame.lineno}: {frame.line}" if frame is not None else ""

@@ -32,27 +32,35 @@ ROUNDS = 16
 
 Budgeted = Place | Move
 
-Foresee = Callable[[frozenset[fx.Node], frozenset[str], bool], Timeline]
-"""Tells how a step would go with these operators computed again, these values in host memory meanwhile, and of masks
-their bits alone kept or not."""
+
+@dataclass(frozen=True)
+class Chosen:
+    """What becomes of what a forward would keep."""
+
+    nodes: frozenset[fx.Node] = frozenset()
+    """Operators that are computed again."""
+    moved: frozenset[str] = frozenset()
+    """Names of values that go to host memory meanwhile."""
+    as_bits: bool = False
+    """Of masks the bits alone are kept."""
+
+
+Foresee = Callable[[Chosen], Timeline]
+"""Tells how a step would go."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Places that are computed again, values that are moved, what that takes, and how the step goes then."""
+    """What is chosen, the places that are computed again for the budget's sake, and how the step goes then."""
 
-    places: tuple[Place, ...]
-    nodes: frozenset[fx.Node]
+    chosen: Chosen
     step: Timeline
-    moved: frozenset[str] = frozenset()
-    """The values, by their names."""
-    as_bits: bool = False
-    """Of masks the bits alone are kept."""
+    places: tuple[Place, ...] = ()
 
     @property
     def cost(self) -> float:
         """Milliseconds a step, as the cost model has it."""
-        return sum(map(milliseconds, self.nodes)) + self.step.keeping
+        return sum(map(milliseconds, self.chosen.nodes)) + self.step.keeping
 
 
 def choices(
@@ -60,27 +68,28 @@ def choices(
 ) -> Iterator[Choice]:
     """Ever larger choices, from none of the options on; `always` is computed again in any case. Of several lists of
     options one is gone through after the other. Before them all, masks are kept as bits: that costs least."""
-    nodes, moved = frozenset(always), frozenset[str]()
-    choice = Choice((), nodes, foresee(nodes, moved, False))
+    chosen = Chosen(frozenset(always))
+    choice = Choice(chosen, foresee(chosen))
     yield choice
     part, left = choice.step.own // ROUNDS, options
     if has_masks:
-        choice = replace(choice, step=foresee(nodes, moved, True), as_bits=True)
+        chosen = replace(chosen, as_bits=True)
+        choice = Choice(chosen, foresee(chosen))
         yield choice
     while True:
         idle = set[str]().union(*(moment.idle for moment in choice.step.highest))
         wishes = [(some, there) for some in left for there in (idle, choice.step.stash)]
-        tried = (_most_worth(some, there, choice.moved, part) for some, there in wishes)
+        tried = (_most_worth(some, there, chosen.moved, part) for some, there in wishes)
         taken = next(filter(None, tried), None)
         if taken is None:
             return
         values = _values(taken)
         left = [[option for option in some if not values.intersection(_values([option]))] for some in left]
         again = [option for option in taken if isinstance(option, Place)]
-        moved = choice.moved.union(option.name for option in taken if isinstance(option, Move))
-        nodes = choice.nodes.union(*(place.nodes for place in again))
-        step = foresee(nodes, moved, choice.as_bits)
-        choice = Choice((*choice.places, *again), nodes, step, moved, choice.as_bits)
+        moved = chosen.moved.union(option.name for option in taken if isinstance(option, Move))
+        nodes = chosen.nodes.union(*(place.nodes for place in again))
+        chosen = replace(chosen, nodes=nodes, moved=moved)
+        choice = Choice(chosen, foresee(chosen), (*choice.places, *again))
         yield choice
 
 
@@ -140,7 +149,7 @@ def _freed(option: Budgeted, live: Collection[str]) -> int:
 
 def _infeasible(budget: str | float, limit: int, tried: Sequence[Choice]) -> OrtAccelError:
     least = min(choice.step.peak for choice in tried)
-    moved = " or moved" if any(choice.moved for choice in tried) else ""
+    moved = " or moved" if any(choice.chosen.moved for choice in tried) else ""
     whole = tried[0].step
     smallest = f"{-(-least * 100 // whole.peak) / 100}" if isinstance(budget, float) else f"{-(-least // 2**20)}MiB"
     return OrtAccelError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,7 +14,7 @@ from ort_accel.config.plan_text import Plan, join_plans, read_plan_file
 from ort_accel.config.sections import Memory
 from ort_accel.recompute.account import account
 from ort_accel.recompute.bits import has_masks, packed, packing_ms
-from ort_accel.recompute.budget import Budgeted, Foresee, choices, within
+from ort_accel.recompute.budget import Budgeted, Choice, Chosen, Foresee, choices, within
 from ort_accel.recompute.checkpoints import take_marks
 from ort_accel.recompute.cost import milliseconds
 from ort_accel.recompute.graph import forward_nodes, whole
@@ -41,18 +40,6 @@ NO_LAYERS = (
 LIGHTLY = "auto: norms, activations and arithmetic are computed again, which costs next to nothing"
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """What becomes of what a forward would keep."""
-
-    nodes: frozenset[fx.Node] = frozenset()
-    """Operators that are computed again."""
-    moved: frozenset[str] = frozenset()
-    """Names of values that go to host memory meanwhile."""
-    as_bits: bool = False
-    """Of masks the bits alone are kept."""
-
-
 class Recompute:
     """`memory:` at work for one model."""
 
@@ -75,22 +62,22 @@ class Recompute:
         wanted = how["num_fwd_outputs"]
 
         @cache
-        def foresee(nodes: frozenset[fx.Node], values: frozenset[str], as_bits: bool) -> Timeline:
-            pair = rehearsed(joint, inputs, nodes, as_bits, **how)
-            moved = move(pair, wanted, values)
+        def foresee(chosen: Chosen) -> Timeline:
+            pair = rehearsed(joint, inputs, chosen.nodes, chosen.as_bits, **how)
+            moved = move(pair, wanted, chosen.moved)
             packing = packing_ms(pair)
             step = timeline(*pair, wanted, self._cutter, self._holding)
             step.keeping = moved.cost + packing
             return step
 
         movable = Movable(joint.graph, wanted) if self._memory.offload else None
-        choice = self.choose(joint.graph, graph, foresee, movable)
-        divided = partition(joint, inputs, choice.nodes, choice.as_bits, **how)
+        chosen = self.choose(joint.graph, graph, foresee, movable)
+        divided = partition(joint, inputs, chosen.nodes, chosen.as_bits, **how)
         record = self._report.memory[graph]
         record.stash = total(stash(joint.graph))
         record.bits, record.masks = packed(joint.graph)
         if movable is not None:
-            self._move(divided, wanted, choice.moved, movable, record)
+            self._move(divided, wanted, chosen.moved, movable, record)
         return divided
 
     def choose(self, joint: fx.Graph, graph: str, foresee: Foresee, movable: Movable | None) -> Chosen:
@@ -109,7 +96,7 @@ class Recompute:
         always = marks.again.union(*(place.nodes for place in taken))
         masks = has_masks(joint)
         chosen = Chosen(frozenset(always), as_bits=masks and (self._level() > 0 or self._memory.decides_itself))
-        steps: list[tuple[Collection[fx.Node], Timeline]] = []
+        tried: list[Choice] = []
         if self._memory.budget is not None:
             free = [
                 p for option in options if option.kind == PlanKind.RECOMPUTE for p in option.places if p not in taken
@@ -120,15 +107,13 @@ class Recompute:
             both: list[Sequence[Budgeted]] = [free, [*free, *moves]] if moves else [free]
             sequences = [choices(_inside_first(some, inside), always, foresee, masks) for some in both]
             tried = within(self._memory.budget, sequences)
-            steps = [(choice.nodes, choice.step) for choice in tried]
-            taken = [*taken, *tried[-1].places]
-            chosen = Chosen(tried[-1].nodes, tried[-1].moved, tried[-1].as_bits)
-        if self._predicts and not steps:
+            taken, chosen = [*taken, *tried[-1].places], tried[-1].chosen
+        if self._predicts and not tried:
             both_ways = [Chosen(), chosen] if chosen.nodes or chosen.as_bits else [chosen]
-            steps = [(one.nodes, foresee(one.nodes, frozenset(), one.as_bits)) for one in both_ways]
-        if steps:
-            record.frontier = [_peak(nodes, step) for nodes, step in steps]
-            record.stages = account(steps[-1][1], region(forward_nodes(joint), layers), len(layers.starts))
+            tried = [Choice(one, foresee(one)) for one in both_ways]
+        if tried:
+            record.frontier = [Peak(choice.step.peak, choice.step.resident, choice.cost) for choice in tried]
+            record.stages = account(tried[-1].step, region(forward_nodes(joint), layers), len(layers.starts))
         record.plans = _rows(options, wishes, taken)
         self._record(record, joint, chosen.nodes)
         return chosen
@@ -174,10 +159,6 @@ class Recompute:
         record.symbols = _symbols(joint)
         record.repeated, record.cost_ms = len(chosen), sum(map(milliseconds, chosen))
         self._report.memory[record.graph] = record
-
-
-def _peak(nodes: Collection[fx.Node], step: Timeline) -> Peak:
-    return Peak(step.peak, step.resident, sum(map(milliseconds, nodes)) + step.keeping)
 
 
 def within_layers(joint: fx.Graph, layers: Layers) -> set[fx.Node]:

@@ -46,7 +46,7 @@ def test_a_smaller_budget_contains_the_choice_of_a_larger_one(monkeypatch):
     assert [choice.step.peak for choice in sequence] == [peak.bytes for peak in memory.frontier]
     chosen = [budget.within(share / 100, [iter(sequence)])[-1] for share in range(100, 69, -5)]
     for larger, smaller in pairwise(chosen):
-        assert larger.nodes <= smaller.nodes
+        assert larger.chosen.nodes <= smaller.chosen.nodes
         assert larger.cost <= smaller.cost
         assert smaller.step.peak <= larger.step.peak
     assert len({choice.step.peak for choice in chosen}) > 2

@@ -20,7 +20,7 @@ from ort_accel.errors import OrtAccelError
 from ort_accel.lowering import host_operators, islands
 from ort_accel.observe.memory import render_memory
 from ort_accel.recompute import moves, optimizer, transfers
-from ort_accel.recompute.budget import choices
+from ort_accel.recompute.budget import Chosen, choices
 from ort_accel.recompute.moves import Move
 from ort_accel.recompute.plans import Place
 from ort_accel.recompute.pools import Moment
@@ -75,7 +75,7 @@ def move_some(monkeypatch, share):
     def chosen(_, sequences):
         [plain, _] = sequences
         first = next(plain)
-        return [first, dataclasses.replace(first, moved=frozenset(drawn[-1]))]
+        return [first, dataclasses.replace(first, chosen=Chosen(moved=frozenset(drawn[-1])))]
 
     class Drawn(optimizer.Movable):
         def __init__(self, *how):
@@ -233,11 +233,12 @@ def options(again, moved):
     ],
 )
 def test_the_cheapest_is_chosen_for_each_value(again, moved, names):
-    def foresee(nodes, values, as_bits):
-        assert not as_bits
-        live = {name: 1024 for name in again if name not in values and name not in {node.name for node in nodes}}
+    def foresee(chosen):
+        assert not chosen.as_bits
+        gone = chosen.moved.union(node.name for node in chosen.nodes)
+        live = {name: 1024 for name in again if name not in gone}
         return Timeline(0, 0, own=16 * 2048, highest=[Moment(live, sum(live.values()))])
 
     *_, last = choices([options(again, moved)], (), foresee)
-    assert last.moved == names
-    assert {node.name for node in last.nodes} == set(again) - names
+    assert last.chosen.moved == names
+    assert {node.name for node in last.chosen.nodes} == set(again) - names
