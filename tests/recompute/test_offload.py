@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ort_accel
 from ort_accel.capture import backend
 from ort_accel.errors import OrtAccelError
-from ort_accel.lowering import host_operators, islands
+from ort_accel.lowering import host_operators
 from ort_accel.observe.memory import render_memory
 from ort_accel.recompute import moves, optimizer, transfers
 from ort_accel.recompute.budget import Chosen, choices
@@ -65,7 +65,6 @@ def late(monkeypatch):
     monkeypatch.setattr(host_operators, "host_memory", lambda _: memory)
     monkeypatch.setattr(backend, "place_for", lambda *_: place.Place(torch_memory=True))
     monkeypatch.setattr(moves, "LEAST_BYTES", 1)
-    monkeypatch.setattr(islands, "MOST_ELEMENTS", 0)  # so that cuts for moves leave every operator with its runner
     return memory
 
 
