@@ -12,6 +12,7 @@ from typing import Any
 
 import ort_accel
 from ort_accel.errors import RuntimeMissingError
+from ort_accel.observe.freed_memory import JOINING, leaves_gaps
 from ort_accel.runtime import flavor
 from ort_accel.runtime.kernels import FUSED, RECENT, TRAINING
 
@@ -53,7 +54,7 @@ class Environment:
     blockers: tuple[str, ...]
     """What keeps training from running, each with the command that mends it."""
     warnings: tuple[str, ...]
-    """What is outside of the supported range, or leaves a device unused."""
+    """What is outside of the supported range, leaves a device unused, or takes more memory than need be."""
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
@@ -70,6 +71,7 @@ def look_around() -> Environment:
     if runtime:
         warnings += _python_warnings(runtime.flavor)
         warnings += _device_warnings(runtime, devices)
+        warnings += _memory_warnings(devices)
     return Environment(
         python=platform.python_version(),
         platform=platform.platform(),
@@ -168,4 +170,13 @@ def _device_warnings(runtime: Runtime, devices: Devices | None) -> list[str]:
         return [f"there is a CUDA device, but {found.distribution} cannot use it; {swap}"]
     if devices and not devices.cuda and has_cuda:
         return ["ONNX Runtime can use CUDA, but PyTorch sees no device; install a CUDA build of torch"]
+    return []
+
+
+def _memory_warnings(devices: Devices | None) -> list[str]:
+    if devices and not devices.cuda and leaves_gaps():
+        return [
+            "glibc leaves gaps between what a step frees, which can take as much as what is in use; "
+            f"`ort-accel launch` starts processes without them, or set GLIBC_TUNABLES={JOINING} before training starts"
+        ]
     return []

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from ort_accel.cli.accelerate_file import AccelerateFile
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import usable_config
-from ort_accel.observe.freed_memory import JOINING, joins_freed_blocks
+from ort_accel.observe.freed_memory import JOINING, leaves_gaps
 
 RUNNER = "ort_accel.run"
 PROGRAM = "ort-accel launch"
@@ -123,7 +123,7 @@ def _settle_cpus(args: Namespace, file: AccelerateFile | None) -> None:
 def _leave_no_gaps() -> None:
     """Let glibc join freed blocks in the processes to be started, unless somebody has told it about its cache."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if not joins_freed_blocks() and JOINING.partition("=")[0] not in tunables:
+    if leaves_gaps() and JOINING.partition("=")[0] not in tunables:
         os.environ["GLIBC_TUNABLES"] = f"{tunables}:{JOINING}".lstrip(":")
 
 

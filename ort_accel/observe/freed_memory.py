@@ -38,6 +38,11 @@ def joins_freed_blocks() -> bool:
     return JOINING in _tunables().split(":") or _glibc() >= _JOINS_SINCE
 
 
+def leaves_gaps() -> bool:
+    """Whether it is a glibc that leaves gaps between freed blocks, and was not told to join them."""
+    return bool(_glibc()) and not joins_freed_blocks()
+
+
 def keep_freed_blocks() -> bool:
     """Let the C library keep what a step frees for the next one; whether it will.
 

@@ -97,16 +97,16 @@ def test_one_process_on_the_cpu_has_all_threads(started, script, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("before", "joins", "after"),
+    ("before", "gaps", "after"),
     [
-        (None, False, "glibc.malloc.tcache_count=0"),
-        ("glibc.malloc.perturb=1", False, "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"),
-        ("glibc.malloc.tcache_count=3", False, "glibc.malloc.tcache_count=3"),
-        (None, True, None),
+        (None, True, "glibc.malloc.tcache_count=0"),
+        ("glibc.malloc.perturb=1", True, "glibc.malloc.perturb=1:glibc.malloc.tcache_count=0"),
+        ("glibc.malloc.tcache_count=3", True, "glibc.malloc.tcache_count=3"),
+        (None, False, None),
     ],
 )
-def test_glibc_is_told_to_leave_no_gaps_where_it_would(started, script, monkeypatch, before, joins, after):
-    monkeypatch.setattr(launching, "joins_freed_blocks", lambda: joins)
+def test_glibc_is_told_to_leave_no_gaps_where_it_would(started, script, monkeypatch, before, gaps, after):
+    monkeypatch.setattr(launching, "leaves_gaps", lambda: gaps)
     if before is not None:
         monkeypatch.setenv("GLIBC_TUNABLES", before)
     launch("--cpu", script)

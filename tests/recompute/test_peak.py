@@ -108,20 +108,22 @@ def pages_written_again(rounds, count, size):
 
 
 @pytest.mark.parametrize(
-    ("version", "tunables", "joins"),
+    ("version", "tunables", "joins", "gaps"),
     [
-        ("glibc 2.36", "", False),
-        ("glibc 2.36", f"glibc.malloc.trim_threshold=1:{JOINING}", True),
-        ("glibc 2.36", "glibc.malloc.tcache_count=07", False),
-        ("glibc 2.39", "", True),
-        ("glibc 2.4", "", False),
-        ("", "", False),
+        ("glibc 2.36", "", False, True),
+        ("glibc 2.36", f"glibc.malloc.trim_threshold=1:{JOINING}", True, False),
+        ("glibc 2.36", "glibc.malloc.tcache_count=07", False, True),
+        ("glibc 2.39", "", True, False),
+        ("glibc 2.4", "", False, True),
+        ("", "", False, False),
     ],
 )
-def test_whether_freed_blocks_are_joined_is_known_by_version_and_tunable(version, tunables, joins, monkeypatch):
+def test_whether_freed_blocks_are_joined_is_known_by_version_and_tunable(version, tunables, joins, gaps, monkeypatch):
     monkeypatch.setattr(freed_memory.os, "confstr", lambda _: version)
     monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+    monkeypatch.setattr(freed_memory, "joins_freed_blocks", joins_freed_blocks.__wrapped__)
     assert joins_freed_blocks.__wrapped__() is joins
+    assert freed_memory.leaves_gaps() is gaps
 
 
 PAGES = 16 * 2**22 // 4096

@@ -1,17 +1,21 @@
-"""A contender in processes of its own: in one the seconds of its first step, in another its peak memory.
+"""A contender in processes of its own: in one the seconds of its first step, in others its peak memory.
 
-Every process imports everything first, so that loading libraries counts in no figure. The one that measures memory also
-takes a step of a tiny model first: what a compiler loads and keeps once in a process is not memory of this model.
+Every process imports everything first, so that loading libraries counts in no figure. Those that measure memory also
+take a step of a tiny model first: what a compiler loads and keeps once in a process is not memory of this model. Where
+blocks lie in memory, and so what the gaps between them take, is chance: of what several processes found the median
+counts.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -26,16 +30,27 @@ from ort_accel.config import Config, load_config
 from ort_accel.observe.process_memory import MostInUse, in_use, reset_peak, resident
 
 STEPS = 3
+PROCESSES = {"first step": 1, "memory": 3}
+"""How many processes measure the same."""
 TIMEOUT = 600
 
 
 def in_fresh_processes(name: str, workload: Workload, config: Config, threads: int) -> dict[str, Any]:
     """The figures of one contender, or under `error` what one of its processes said."""
     found: dict[str, Any] = {}
-    for kind in MEASUREMENTS:
-        task = {"name": name, "workload": asdict(workload), "config": config.to_dict(), "threads": threads}
-        found |= _in_fresh_process({"kind": kind, **task})
-    return {"error": found["error"]} if "error" in found else found
+    task = {"name": name, "workload": asdict(workload), "config": config.to_dict(), "threads": threads}
+    for kind, processes in PROCESSES.items():
+        runs = [_in_fresh_process({"kind": kind, **task}) for _ in range(processes)]
+        if (failed := next((run for run in runs if "error" in run), None)) is not None:
+            return failed
+        found |= {key: _median([run[key] for run in runs]) for key in runs[0]}
+    return found
+
+
+def _median(figures: Sequence[float | None]) -> float | None:
+    """None where the system does not tell a figure."""
+    known = [figure for figure in figures if figure is not None]
+    return statistics.median(known) if known else None
 
 
 def _in_fresh_process(task: dict[str, Any]) -> dict[str, Any]:
