@@ -59,7 +59,8 @@ class PyTorchSegment:
         self.inputs = [node for node in body.inputs if not is_size(node)]
         sizes = [node for node in body.inputs if is_size(node)]
         replaced = {} if spent is None else dying_operands(body.nodes, wanted, spent)
-        pool = [node for node in body.nodes if pooled and node not in replaced and _is_for_pool(node)]
+        taken = replaced.keys() | better.keys()
+        pool = [node for node in body.nodes if pooled and node not in taken and _is_for_pool(node)]
         results = [size for node in pool for size in node.meta["val"].shape]
         self._size_values = SizeFunction(map(expression, [*(node.meta["val"] for node in sizes), *results]))
         replacements = OTHERWISE | POOLED if pooled else OTHERWISE

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import ort_accel
 from ort_accel.lowering import pooled_results as room
+from ort_accel.lowering.lower_graph import Lowering, lower_graph
+from ort_accel.reporting import Report
+from ort_accel.runtime.session import SessionSettings
+from ort_accel.runtime.sessions import Sessions
 from tests.against_eager import step
 
 aten = torch.ops.aten
@@ -138,3 +143,38 @@ def test_an_evaluation_takes_it_with_and_without_gradients(taken: list[Any], gra
         x = torch.randn(64, 16)
         assert torch.equal(ours(x), eager(x))
     assert taken == [(64, 300)]
+
+
+class ByOther:
+    """Something that computes every product in its own way."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def replacements(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Callable[..., Tensor]]:
+        return {node: self._product for node in nodes if node.target is aten.mm.default}
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        self.calls += 1
+        return left @ right
+
+
+def test_a_faster_way_for_an_operator_goes_before_the_pool(taken: list[Any]) -> None:
+    def function(left: Tensor, right: Tensor) -> list[Tensor]:
+        return [torch.mm(left, right)]
+
+    operands = torch.randn(96, 16), torch.randn(16, 200)
+    traced = make_fx(function, tracing_mode="fake")(*operands)
+    other: Any = ByOther()
+    settings = Lowering(
+        Sessions(SessionSettings(threads=1)),
+        20,
+        Report(),
+        unwanted=frozenset({"aten.mm"}),
+        products=other,
+        pool_from=room.LARGE,
+    )
+    [result] = lower_graph(traced, settings, "forward 0")(list(operands))
+    torch.testing.assert_close(result, function(*operands)[0])
+    assert other.calls == 1
+    assert not taken
