@@ -77,7 +77,7 @@ def test_densities_that_swing_compile_nothing_after_the_warm_up() -> None:
     for number in range(80):  # sparse, then dense for so long that all rows are run, then sparse again
         run(number, 1.0 if 8 <= number < 45 else 0.2)
     warm, ways = compilations(ours), [report(ours).counters[f"batches run on {rows} rows"] for rows in ("some", "all")]
-    for number in range(70):
+    for number in range(120):
         run(number, 1.0 if 5 <= number < 45 else 0.2 + 0.2 * (number % 5))
     assert compilations(ours) == warm, "both ways are compiled once, each for its first size and then for all"
     after = [report(ours).counters[f"batches run on {rows} rows"] for rows in ("some", "all")]
