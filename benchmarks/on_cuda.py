@@ -32,6 +32,7 @@ from ort_accel.cli.benchmark.contenders import EAGER, INDUCTOR, ORT_ACCEL, Trace
 from ort_accel.cli.benchmark.timing import compare, in_turns, summary
 from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
 from ort_accel.recompute import optimizer
+from ort_accel.recompute.budget import Chosen
 from ort_accel.recompute.cost import FLOPS_PER_MS
 from ort_accel.recompute.transfers import LINK_BYTES_PER_MS
 
@@ -235,7 +236,7 @@ def everything_moved() -> Iterator[None]:
 
     def all_of_them(_: Any, sequences: Any) -> Any:
         first = next(sequences[0])
-        return [first, dataclasses.replace(first, moved=frozenset(names))]
+        return [first, dataclasses.replace(first, chosen=Chosen(moved=frozenset(names)))]
 
     optimizer.within, optimizer.Movable = all_of_them, Noted
     try:
