@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -189,11 +190,12 @@ SIZES = [(5, 12), (3, 9), (6, 15), (4, 11)]
 
 
 MANY = 20
+"""Batches where each takes little time."""
 
 
-def batches(name: str, many: int = 0) -> Iterator[Batch]:
-    """Padded on the right, on the left, and so on; with `many`, so many in all, of sizes by chance. In the first one no
-    row is padded as a whole."""
+def batches(name: str, many: int = len(SIZES)) -> Iterator[Batch]:
+    """So many, padded on the right, on the left, and so on; behind the sizes above come others by chance. In the first
+    batch no row is padded as a whole."""
     chance = random.Random(name)
     more = [(chance.randint(2, 6), chance.randint(6, 15)) for _ in range(many - len(SIZES))]
     for number, (rows, length) in enumerate([*SIZES, *more]):
@@ -233,9 +235,13 @@ def test_layers_that_are_checkpointed_are_computed_again_for_the_rows_that_count
 def test_a_step_of_the_smaller_graph_equals_eagers(name: str) -> None:
     eager = MODELS[name][0]()
     ours = Rewritten(copy.deepcopy(eager), loss_only=True)
-    for batch in batches(name, MANY):
+    given = batches(name, MANY)
+    for batch in islice(given, len(SIZES)):
         assert_as_eager(eager, ours, **batch)
-    assert ours.ran["some rows"] >= 0.75 * MANY, "where a row is padded as a whole, its first token reads padding"
+    assert ours.ran["some rows"] >= len(SIZES) - 1, "where a row is padded as a whole, its first token reads padding"
+    for batch in given:
+        assert_as_eager(eager, ours, **batch)
+    assert ours.ran["some rows"] >= 0.75 * MANY
     assert len(ours.graphs) == 1
     assert in_rows(ours.proposal) > 0.98, "all but a head that has a row for each sequence anyway"
 

@@ -30,8 +30,6 @@ from ort_accel.config import Config, load_config
 from ort_accel.observe.process_memory import MostInUse, in_use, reset_peak, resident
 
 STEPS = 3
-PROCESSES = {"first step": 1, "memory": 3}
-"""How many processes measure the same."""
 TIMEOUT = 600
 
 
@@ -39,10 +37,12 @@ def in_fresh_processes(name: str, workload: Workload, config: Config, threads: i
     """The figures of one contender, or under `error` what one of its processes said."""
     found: dict[str, Any] = {}
     task = {"name": name, "workload": asdict(workload), "config": config.to_dict(), "threads": threads}
-    for kind, processes in PROCESSES.items():
-        runs = [_in_fresh_process({"kind": kind, **task}) for _ in range(processes)]
-        if (failed := next((run for run in runs if "error" in run), None)) is not None:
-            return failed
+    for kind, (_, processes) in MEASUREMENTS.items():
+        runs: list[dict[str, Any]] = []
+        for _ in range(processes):
+            runs.append(_in_fresh_process({"kind": kind, **task}))
+            if "error" in runs[-1]:
+                return runs[-1]
         found |= {key: _median([run[key] for run in runs]) for key in runs[0]}
     return found
 
@@ -112,7 +112,8 @@ def _mebibytes_between(begin: int | None, most: int | None) -> float | None:
     return None if begin is None or most is None else round((most - begin) / 2**20, 1)
 
 
-MEASUREMENTS = {"first step": first_step, "memory": most_memory}
+MEASUREMENTS = {"first step": (first_step, 1), "memory": (most_memory, 3)}
+"""What is measured, and in how many processes."""
 
 
 def _prepared_step(name: str, model: nn.Module, batch: Batch, precision: str, config: Config) -> None:
@@ -124,7 +125,7 @@ def main() -> None:
     """Read a task from standard input and print its figures."""
     task = json.load(sys.stdin)
     torch.set_num_threads(task["threads"])
-    measurement = MEASUREMENTS[task["kind"]]
+    measurement, _ = MEASUREMENTS[task["kind"]]
     print(json.dumps(measurement(task["name"], Workload(**task["workload"]), load_config(task["config"]))))
 
 
