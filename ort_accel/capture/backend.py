@@ -43,6 +43,7 @@ from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.lowering.cast_moves import move_casts
 from ort_accel.lowering.casts import propagate_casts
+from ort_accel.lowering.copies import leave_out_copies
 from ort_accel.lowering.early_gradients import Gradients, Source
 from ort_accel.lowering.lean_attention import slim_attention
 from ort_accel.lowering.lower_graph import Lowering, foreseen, lower_graph
@@ -297,9 +298,15 @@ class Backend:
 
     def _make_lean(self, graph: fx.Graph) -> None:
         """Leave out what a whole graph need not compute, before it is divided."""
-        if self.lowering.fusions and (count := slim_attention(graph)):
-            self.report.counters["attention without repeated keys and needless masks"] += count
+        if self.lowering.fusions:
+            self._leave_out(graph)
         self._propagate_casts(graph)
+
+    def _leave_out(self, graph: fx.Graph) -> None:
+        if count := leave_out_copies(graph):
+            self.report.counters["copies left out"] += count
+        if count := slim_attention(graph):
+            self.report.counters["attention without repeated keys and needless masks"] += count
 
     def _propagate_casts(self, graph: fx.Graph) -> None:
         wish = self.config.precision.cast_propagation

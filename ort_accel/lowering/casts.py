@@ -42,7 +42,7 @@ def _casts(graph: fx.Graph, fixed: set[fx.Node]) -> list[fx.Node]:
         if set(node.kwargs) <= {"dtype", "layout", "device"}
         and node.meta["val"].device == node.args[0].meta["val"].device
         and "recompute" not in node.meta
-        and fixed.isdisjoint([node, *_seen_in(node)])
+        and fixed.isdisjoint([node, *seen_in(node)])
     ]
 
 
@@ -65,12 +65,12 @@ def _undo(graph: fx.Graph, fixed: set[fx.Node]) -> int:
     for node in _casts(graph, fixed):
         chain = views_behind(node)
         wide = (chain[-1] if chain else node).args[0]
-        if not (isinstance(wide, fx.Node) and wide.target is CAST and fixed.isdisjoint(_seen_in(wide))):
+        if not (isinstance(wide, fx.Node) and wide.target is CAST and fixed.isdisjoint(seen_in(wide))):
             continue
         source: Any = wide.args[0]
         narrow, between = source.meta["val"], wide.meta["val"]
         is_undone = (narrow.dtype, between.dtype) in EXACT and node.meta["val"].dtype == narrow.dtype
-        if is_undone and _strides(narrow) == _strides(between):
+        if is_undone and strides_of(narrow) == strides_of(between):
             node.replace_all_uses_with(same_views(graph, source, chain))
             for unused in [node, *chain, wide]:
                 if not unused.users:
@@ -79,7 +79,8 @@ def _undo(graph: fx.Graph, fixed: set[fx.Node]) -> int:
     return count
 
 
-def _strides(tensor: torch.Tensor) -> list[Any]:
+def strides_of(tensor: torch.Tensor) -> list[Any]:
+    """How a tensor lies in memory, as expressions where sizes can change."""
     return list(map(expression, tensor.stride()))
 
 
@@ -106,14 +107,14 @@ def same_views(graph: fx.Graph, source: fx.Node, chain: list[fx.Node]) -> fx.Nod
 def fixed_in(graph: fx.Graph) -> set[fx.Node]:
     """Tensors that are written into, so that it matters when they are read, and those that are given back."""
     outside = [node for node in graph.nodes if node.op == "output" or (node.op == "call_function" and _changes(node))]
-    return {item for node in outside for item in _seen_in(node)}
+    return {item for node in outside for item in seen_in(node)}
 
 
 def _changes(node: fx.Node) -> bool:
     return not is_part(node) and isinstance(node.target, torch._ops.OpOverload) and writes(node)
 
 
-def _seen_in(node: fx.Node) -> list[fx.Node]:
+def seen_in(node: fx.Node) -> list[fx.Node]:
     """What a node reads, and what that is a view of."""
     found: dict[fx.Node, None] = {}
     pending = list(node.all_input_nodes)

@@ -21,9 +21,9 @@ aten = torch.ops.aten
 WHOLE_NORMS = {aten.native_layer_norm, aten._fused_rms_norm, aten.rms_norm}
 SUMS = {aten.add}
 SOFTMAXES = {aten._softmax, aten._safe_softmax}
-STEPS = {aten._to_copy, aten.native_dropout_backward, own.rows_of, own.rows_into, aten.index_select}
-"""What a stream passes through between a norm and a sum, besides views; the second is how dropout is written,
-the others leave out rows that do not count and put them back."""
+STEPS = {aten._to_copy, aten.clone, aten.native_dropout_backward, own.rows_of, own.rows_into, aten.index_select}
+"""What a stream passes through between a norm and a sum, besides views; dropout is written as the second where it drops
+nothing, and as the third where it does, the others leave out rows that do not count and put them back."""
 _MOST_USERS = 16
 
 

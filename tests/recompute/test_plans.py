@@ -158,18 +158,20 @@ def test_a_smaller_copy_is_kept_where_a_cast_was():
     assert memory.stash_without - memory.stash == 16 * 8 * 2, "two bytes an element instead of four"
 
 
-def test_post_norm_and_pre_norm_layers_are_found():
-    shape = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 64}
-    bert = hf.BertForMaskedLM(hf.BertConfig(**shape, num_hidden_layers=3))
-    vit = hf.ViTForImageClassification(
-        hf.ViTConfig(hidden_size=32, num_attention_heads=2, intermediate_size=64, num_hidden_layers=3, image_size=32)
-    )
+@pytest.mark.parametrize("fusions", ["auto", False])
+@pytest.mark.parametrize("dropout", [0.1, 0.0])
+def test_post_norm_and_pre_norm_layers_are_found(dropout, fusions):
+    shape = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "num_hidden_layers": 3}
+    shape |= {"hidden_dropout_prob": dropout}
+    bert = hf.BertForMaskedLM(hf.BertConfig(**shape, vocab_size=64))
+    vit = hf.ViTForImageClassification(hf.ViTConfig(**shape, image_size=32))
     ids = torch.randint(0, 64, (2, 8))
     for model, batch in [
         (bert, {"input_ids": ids, "labels": ids}),
         (vit, {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])}),
     ]:
-        ours = ort_accel.accelerate(model.train(), {"memory": {"level": 1}, "observe": {"log_level": "error"}})
+        config = {"memory": {"level": 1}, "observe": {"log_level": "error"}, "compute": {"fusions": fusions}}
+        ours = ort_accel.accelerate(model.train(), config)
         ours(**batch).loss.backward()
         assert list(ort_accel.report(ours).memory.values())[-1].layers == 3
 
