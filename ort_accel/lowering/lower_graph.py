@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from ort_accel.lowering.apart import keep_apart
 from ort_accel.lowering.assign import Assigner, Refusal, short
 from ort_accel.lowering.detours import without_detours
 from ort_accel.lowering.early_gradients import Gradients, due, split
@@ -124,6 +125,7 @@ def _cuts(graph: fx.Graph, assignment: Assignment, lowering: Lowering, gradients
         merged = merge_islands(cuts)
         assignment.refusals.update((node, Refusal(Reason.SMALL)) for node in merged.given_up)
         cuts = merged.cuts
+    cuts = keep_apart(cuts, assignment.free)
     return split(cuts, graph, assignment.free, gradients) if gradients else cuts
 
 

@@ -12,6 +12,7 @@ import sympy
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ort_accel.lowering.running_order import listed
 from ort_accel.lowering.sizes import Size, expression
 
 DTYPES = {
@@ -217,7 +218,7 @@ class OnnxGraph:
         graph = ir.Graph(
             [*self.inputs, *(size.value for size in self.size_inputs.values())],
             outputs,
-            nodes=self.nodes,
+            nodes=listed(self.nodes),
             initializers=list(self._constants.values()),
             opset_imports=domains,
             name=name,

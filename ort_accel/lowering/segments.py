@@ -84,10 +84,14 @@ def _needed(graph: fx.Graph) -> set[fx.Node]:
     return needed
 
 
+def seen_from(node: fx.Node, free: set[fx.Node]) -> set[fx.Node]:
+    """What a node reads, seen through views: inputs, and what is computed."""
+    return _seen_through(node, lambda item: item in free or is_part(item))
+
+
 def sources(node: fx.Node, free: set[fx.Node]) -> set[fx.Node]:
     """What must have run before this node, seen through views."""
-    found = _seen_through(node, lambda item: item in free or is_part(item))
-    return {item for item in found if item.op == "call_function" and not is_size(item)}
+    return {item for item in seen_from(node, free) if item.op == "call_function" and not is_size(item)}
 
 
 def _seen_through(node: fx.Node, is_clear: Callable[[fx.Node], bool]) -> set[fx.Node]:

@@ -8,9 +8,11 @@ from typing import Any
 from functorch.compile import default_partition
 from torch import fx
 
+from ort_accel.lowering.apart import LASTS
 from ort_accel.lowering.nodes import is_random
 from ort_accel.recompute.again import compute_again
 from ort_accel.recompute.bits import keep_bits
+from ort_accel.recompute.graph import is_lasting
 
 Pair = tuple[fx.GraphModule, fx.GraphModule]
 """A forward graph and its backward graph."""
@@ -21,6 +23,9 @@ def partition(
 ) -> Pair:
     """Keep for the backward what it reads: all that eager mode keeps, less the views and the chosen operators; and of
     masks their bits alone, if that is wanted."""
+    for node in joint.graph.find_nodes(op="placeholder"):
+        if is_lasting(node):
+            node.meta[LASTS] = True
     compute_again(joint.graph, chosen)
     if as_bits:
         keep_bits(joint.graph, how["num_fwd_outputs"])

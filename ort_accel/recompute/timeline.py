@@ -19,7 +19,6 @@ from itertools import count
 from math import inf
 from typing import Any
 
-import torch
 from torch import fx
 
 from ort_accel.lowering.early_gradients import Gradients
@@ -44,11 +43,6 @@ STATES = 2
 """Values that an optimizer keeps for each parameter. Nothing knows the optimizer yet; Adam keeps two moments."""
 WORKING = 2
 """Values of the size of a parameter that its update takes, one parameter after the other, as PyTorch's AdamW does."""
-
-aten = torch.ops.aten
-
-IN_PLACE = {aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.exp, aten.sqrt, aten.sigmoid, aten.tanh, aten.relu}
-"""Operators that ONNX Runtime computes in the memory of an input that nobody reads any more."""
 
 
 @dataclass(frozen=True)
@@ -260,20 +254,16 @@ class _Half:
         made = _made(node)
         if borrowed := scratch(node, cut.runner):
             pools.add(BORROWED, borrowed, cut.runner)
-        if (donor := self._donor(node, cut, over, pools)) is not None:
+        if (donor := self._donor(node, cut, over)) is not None:
             pools.replace(donor, node.name)
             return
         for item in made:
             pools.add(item.name, bytes_made(item), Runner.PYTORCH if item.name in in_pytorch else Runner.ORT)
 
-    def _donor(self, node: fx.Node, cut: Cut, over: Collection[str], pools: Pools) -> str | None:
-        """The value in whose memory an operator computes, if it does: it is the last to read it."""
-        if cut.runner is Runner.PYTORCH:
-            names = (self.memory(operand) for operand in replaceable(node))
-            return next((name for name in names if name in over and name in self._own), None)
-        if _packet(node) not in IN_PLACE or not self._is_inner(node.name, cut):
-            return None
-        return next((name for name in over if pools.size_in_ort(name) == bytes_made(node)), None)
+    def _donor(self, node: fx.Node, cut: Cut, over: Collection[str]) -> str | None:
+        """The value in whose memory PyTorch computes an operator, if it does: it is the last to read it."""
+        names = map(self.memory, replaceable(node)) if cut.runner is Runner.PYTORCH else ()
+        return next((name for name in names if name in over and name in self._own), None)
 
     def _in_pytorch(self, cut: Cut) -> set[str]:
         """What a segment makes in PyTorch's memory."""
@@ -292,10 +282,6 @@ def _is_used(uses: Mapping[str, tuple[int, int]], position: int, name: str) -> b
 
 def _stage(phase: str, pools: Pools) -> Stage:
     return Stage(phase, pools.live, pools.in_ort, pools.held)
-
-
-def _packet(node: fx.Node) -> object:
-    return getattr(node.target, "overloadpacket", None)
 
 
 def _read(node: fx.Node) -> Iterable[fx.Node]:
