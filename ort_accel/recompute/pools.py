@@ -74,6 +74,10 @@ class Pools:
         """How much ONNX Runtime holds."""
         return self.in_ort if self._shared else self._arena.held
 
+    def size_in_ort(self, name: str) -> int | None:
+        """The bytes of a value in ONNX Runtime's pool; None for others."""
+        return self._live[Runner.ORT].get(name)
+
     def add(self, name: str, size: int, pool: Runner) -> None:
         """A value comes into being."""
         self._live[pool][name] = size

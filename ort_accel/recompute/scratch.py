@@ -35,14 +35,28 @@ RESULTS = {
     aten.native_layer_norm_backward: 4,
     JOINED.overloadpacket: 1,
 }
-"""How many times its result an operator takes in ONNX Runtime, beside it."""
+"""How many values of the size of its result an operator takes in ONNX Runtime, beside it."""
+
+GONE: dict[Any, int] = {aten.native_dropout_backward: 1}
+"""How many of them are gone when the result is made."""
 
 
-def scratch(node: fx.Node, runner: Runner) -> int:
-    """Bytes beside what the operator reads and gives."""
-    packet = getattr(node.target, "overloadpacket", None)
+def scratch(node: fx.Node, runner: Runner) -> list[int]:
+    """The bytes of each value beside what the operator reads and gives; of PyTorch's, of all together."""
     if runner is Runner.ORT:
-        return RESULTS.get(packet, 0) * bytes_made(node)
+        return [bytes_made(node)] * RESULTS.get(_packet(node), 0)
+    taken = _taken(node)
+    return [taken] if taken else []
+
+
+def gone(node: fx.Node, runner: Runner) -> int:
+    """How many of these values are gone when the result is made."""
+    return GONE.get(_packet(node), 0) if runner is Runner.ORT else 0
+
+
+def _taken(node: fx.Node) -> int:
+    """What a kernel of PyTorch's takes."""
+    packet = _packet(node)
     if packet is _FORWARD:
         query, key, value, *_, kept = _values(node)[:8]
         return _attention(query, key, value, kept)
@@ -53,6 +67,10 @@ def scratch(node: fx.Node, runner: Runner) -> int:
         *_, allowed, _, _ = _values(node)
         return 0 if allowed is None else _wide(allowed)
     return 0
+
+
+def _packet(node: fx.Node) -> object:
+    return getattr(node.target, "overloadpacket", None)
 
 
 def _values(node: fx.Node) -> list[Any]:

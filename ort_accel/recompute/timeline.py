@@ -19,6 +19,7 @@ from itertools import count
 from math import inf
 from typing import Any
 
+import torch
 from torch import fx
 
 from ort_accel.lowering.early_gradients import Gradients
@@ -32,7 +33,7 @@ from ort_accel.lowering.segments import Cut
 from ort_accel.recompute.gradients import gradients_of
 from ort_accel.recompute.graph import is_tensor, owner
 from ort_accel.recompute.pools import BORROWED, Moment, Pools
-from ort_accel.recompute.scratch import scratch
+from ort_accel.recompute.scratch import gone, scratch
 from ort_accel.reporting import Runner
 
 Cutter = Callable[[fx.GraphModule, Gradients], list[Cut]]
@@ -43,6 +44,11 @@ STATES = 2
 """Values that an optimizer keeps for each parameter. Nothing knows the optimizer yet; Adam keeps two moments."""
 WORKING = 2
 """Values of the size of a parameter that its update takes, one parameter after the other, as PyTorch's AdamW does."""
+
+aten = torch.ops.aten
+
+IN_PLACE = {aten.sigmoid, aten.tanh, aten.relu, aten._softmax}
+"""Operators that ONNX Runtime computes in the memory of an input that nobody reads any more."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +226,8 @@ class _Half:
                 self._compute(node, cut, over, in_pytorch, pools)
                 if self._counted(pools) > most:
                     highest, most = _stage(phase, pools), self._counted(pools)
-                pools.drop([BORROWED, *over, *(item.name for item in _made(node) if self._is_over(item.name))])
+                unread = [item.name for item in _made(node) if self._is_over(item.name)]
+                pools.drop([*_borrowed(node, cut.runner), *over, *unread])
             pools.drop([name for name in given | self._leaving if self._is_over(name, cut)])
             if self._holding.shrinks_each_time:
                 pools.shrink()
@@ -252,18 +259,24 @@ class _Half:
     ) -> None:
         """Take what an operator needs. `over` is what it is the last to read, `in_pytorch` lies in PyTorch's memory."""
         made = _made(node)
-        if borrowed := scratch(node, cut.runner):
-            pools.add(BORROWED, borrowed, cut.runner)
-        if (donor := self._donor(node, cut, over)) is not None:
+        borrowed = _borrowed(node, cut.runner)
+        for name, size in borrowed.items():
+            pools.add(name, size, cut.runner)
+        pools.drop(list(borrowed)[: gone(node, cut.runner)])
+        if (donor := self._donor(node, cut, over, pools)) is not None:
             pools.replace(donor, node.name)
             return
         for item in made:
             pools.add(item.name, bytes_made(item), Runner.PYTORCH if item.name in in_pytorch else Runner.ORT)
 
-    def _donor(self, node: fx.Node, cut: Cut, over: Collection[str]) -> str | None:
-        """The value in whose memory PyTorch computes an operator, if it does: it is the last to read it."""
-        names = map(self.memory, replaceable(node)) if cut.runner is Runner.PYTORCH else ()
-        return next((name for name in names if name in over and name in self._own), None)
+    def _donor(self, node: fx.Node, cut: Cut, over: Collection[str], pools: Pools) -> str | None:
+        """The value in whose memory an operator computes, if it does: it is the last to read it."""
+        if cut.runner is Runner.PYTORCH:
+            names = (self.memory(operand) for operand in replaceable(node))
+            return next((name for name in names if name in over and name in self._own), None)
+        if _packet(node) not in IN_PLACE or not self._is_inner(node.name, cut):
+            return None
+        return next((name for name in over if pools.size_in_ort(name) == bytes_made(node)), None)
 
     def _in_pytorch(self, cut: Cut) -> set[str]:
         """What a segment makes in PyTorch's memory."""
@@ -282,6 +295,15 @@ def _is_used(uses: Mapping[str, tuple[int, int]], position: int, name: str) -> b
 
 def _stage(phase: str, pools: Pools) -> Stage:
     return Stage(phase, pools.live, pools.in_ort, pools.held)
+
+
+def _packet(node: fx.Node) -> object:
+    return getattr(node.target, "overloadpacket", None)
+
+
+def _borrowed(node: fx.Node, runner: Runner) -> dict[str, int]:
+    """What an operator takes for itself."""
+    return {f"{BORROWED} {number}": size for number, size in enumerate(scratch(node, runner), 1)}
 
 
 def _read(node: fx.Node) -> Iterable[fx.Node]:

@@ -139,7 +139,7 @@ def on_a_budget(model, budget, *, offload):
 def test_a_budget_below_what_recomputation_reaches_is_kept_by_moving_values(late, monkeypatch):
     monkeypatch.setattr(transfers, "LINK_BYTES_PER_MS", 500e3)
     torch.manual_seed(0)
-    model, batch = Chain(6), torch.randn(1024, 64)
+    model, batch = Chain(8), torch.randn(1024, 64)
     with pytest.raises(OrtAccelError, match="everything computed again that can be") as error:
         step(on_a_budget(model, 0.01, offload=False), batch)
     budget = float(str(error.value).partition("can be kept is ")[2].partition(";")[0]) - 0.04
