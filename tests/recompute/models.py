@@ -23,17 +23,19 @@ ALIKE = {"observe": {"log_level": "error"}, "compute": {"placement": "fixed"}}
 """Divided as models are that save memory, so that bits and bytes can be compared."""
 
 
-def size(name: str, rows: int) -> Workload:
-    return Workload(name, hidden=32, layers=2, heads=2, batch=rows, length=16, vocab=64, dropout=0.1)
+def size(name: str, rows: int, layers: int = 2) -> Workload:
+    return Workload(name, hidden=32, layers=layers, heads=2, batch=rows, length=16, vocab=64, dropout=0.1)
 
 
 @cache
-def model_and_batch(name: str, rows: int = 2) -> tuple[nn.Module, Batch]:
-    return build(size(name, rows)), batch_of(size(name, rows))
+def model_and_batch(name: str, rows: int = 2, layers: int = 2) -> tuple[nn.Module, Batch]:
+    return build(size(name, rows, layers)), batch_of(size(name, rows, layers))
 
 
-def accelerated(name: str, memory: dict[str, Any], **config: Any) -> nn.Module:
-    return ort_accel.accelerate(copy.deepcopy(model_and_batch(name)[0]), ALIKE | config | {"memory": memory})
+def accelerated(name: str, memory: dict[str, Any], layers: int = 2, **config: Any) -> nn.Module:
+    return ort_accel.accelerate(
+        copy.deepcopy(model_and_batch(name, layers=layers)[0]), ALIKE | config | {"memory": memory}
+    )
 
 
 def recorded(model: nn.Module) -> GraphMemory:
@@ -41,17 +43,19 @@ def recorded(model: nn.Module) -> GraphMemory:
     return list(ort_accel.report(model).memory.values())[-1]
 
 
-def one_step(name: str, memory: dict[str, Any], rows: int = 2, **config: Any) -> tuple[Trace, GraphMemory]:
+def one_step(
+    name: str, memory: dict[str, Any], rows: int = 2, layers: int = 2, **config: Any
+) -> tuple[Trace, GraphMemory]:
     """A step with these memory settings, and what was recorded of it."""
-    model = accelerated(name, memory, **config)
-    trace = step(model, **model_and_batch(name, rows)[1])
+    model = accelerated(name, memory, layers, **config)
+    trace = step(model, **model_and_batch(name, rows, layers)[1])
     return trace, recorded(model)
 
 
 @cache
-def plain(name: str, all_rows: bool = False, rows: int = 2) -> tuple[Trace, GraphMemory]:
+def plain(name: str, all_rows: bool = False, rows: int = 2, layers: int = 2) -> tuple[Trace, GraphMemory]:
     """The step with nothing computed again."""
-    return one_step(name, {"level": 0}, rows, **(ALL_ROWS if all_rows else {}))
+    return one_step(name, {"level": 0}, rows, layers, **(ALL_ROWS if all_rows else {}))
 
 
 def assert_same_bits(one: Trace, other: Trace) -> None:
