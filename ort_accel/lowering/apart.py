@@ -24,8 +24,9 @@ LARGE = 1 << 20
 
 
 def keep_apart(cuts: Sequence[Cut], free: set[fx.Node]) -> list[Cut]:
-    """These cuts, with large values made as late, and let go as early, as more cuts allow. No moment of a step takes
-    more memory for it. Graphs that compute nothing again stay as they are."""
+    """These cuts, with large values made as late, and let go as early, as more cuts allow. No more is alive at
+    any moment for it, though ONNX Runtime's pool may divide otherwise. Graphs that compute nothing again stay as they
+    are."""
     if not any(BEHIND in node.meta for cut in cuts for node in cut.nodes):
         return list(cuts)
     parting = _Parting(cuts, free)
