@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from ort_accel.lowering.host_operators import is_move
-from ort_accel.lowering.nodes import bytes_made, is_from_data, is_random, is_watched, writes
-from ort_accel.lowering.segments import BEHIND, Cut, seen_from
+from ort_accel.lowering.nodes import bytes_made, is_random, writes
+from ort_accel.lowering.segments import BEHIND, Cut, has_a_place, seen_from
 from ort_accel.reporting import Runner
 
 LASTS = "lasts"
@@ -66,8 +66,8 @@ class _Parting:
     def _can_wait(self, node: fx.Node, first: int) -> bool:
         """Whether a value can be made right before a cut, of what is there until then in any case: ONNX Runtime holds
         what it was given until a cut ends, PyTorch lets go of it behind its last reader."""
-        has_a_place = is_random(node) or is_watched(node) or is_from_data(node) or BEHIND in node.meta
-        if has_a_place or bytes_made(node) < self._large or node in self._returned:
+        stays = has_a_place(node) or is_random(node) or BEHIND in node.meta or node in self._returned
+        if stays or bytes_made(node) < self._large:
             return False
         if not self._fixed.isdisjoint(range(self.place[node], first)):
             return False

@@ -84,6 +84,11 @@ def _needed(graph: fx.Graph) -> set[fx.Node]:
     return needed
 
 
+def has_a_place(node: fx.Node) -> bool:
+    """Whether a node runs where the graph has it, whatever it reads."""
+    return is_watched(node) or writes(node) or is_move(node) or is_from_data(node)
+
+
 def seen_from(node: fx.Node, free: set[fx.Node]) -> set[fx.Node]:
     """What a node reads, seen through views: inputs, and what is computed."""
     return _seen_through(node, lambda item: item in free or is_part(item))
@@ -202,8 +207,7 @@ def _ready(
         return 0 if is_returned(source) else needed[source] if readers[source] == 1 else bytes_made(source)
 
     for node, sources_ in waits.items():
-        has_a_place = is_watched(node) or writes(node) or is_move(node) or is_from_data(node)
-        if not has_a_place and node not in behind and all(ready.get(source) for source in sources_):
+        if not has_a_place(node) and node not in behind and all(ready.get(source) for source in sources_):
             needed[node] = sum(map(bytes_for, read[node]))
             ready[node] = needed[node] - bytes_made(node) < OF_NO_ACCOUNT
     return ready

@@ -87,9 +87,7 @@ class Recompute:
         record = GraphMemory(graph, str(self._memory.level), layers=len(layers.starts))
         options = find_plans(joint, layers, self._probe())
         wishes = matched(self._plans, options)
-        taken = self._level_places(joint, layers, options, graph) if self._level() else []
-        taken = light_places(options) if self._memory.decides_itself else taken
-        taken = [place for place in taken if not place.nodes & marks.borders]
+        taken = [place for place in self._by_level(joint, layers, options, graph) if not place.nodes & marks.borders]
         if self._memory.decides_itself and taken:
             self._report.applied("memory.level", LIGHTLY)
         taken += [place for wish in wishes for place in wish.places]
@@ -98,17 +96,15 @@ class Recompute:
         chosen = Chosen(frozenset(always), as_bits=masks and (self._level() > 0 or self._memory.decides_itself))
         tried: list[Choice] = []
         if self._memory.budget is not None:
-            free = [
-                p for option in options if option.kind == PlanKind.RECOMPUTE for p in option.places if p not in taken
-            ]
-            free = [place for place in free if not place.nodes & marks.borders]
-            inside = within_layers(joint, layers)
+            places = (place for option in options if option.kind == PlanKind.RECOMPUTE for place in option.places)
+            free = [place for place in places if place not in taken and not place.nodes & marks.borders]
             moves = [item for item in movable.moves() if whole(item.kept.node) not in always] if movable else []
             both: list[Sequence[Budgeted]] = [free, [*free, *moves]] if moves else [free]
+            inside = within_layers(joint, layers)
             sequences = [choices(_inside_first(some, inside), always, foresee, masks) for some in both]
             tried = within(self._memory.budget, sequences)
             taken, chosen = [*taken, *tried[-1].places], tried[-1].chosen
-        if self._predicts and not tried:
+        elif self._predicts:
             both_ways = [Chosen(), chosen] if chosen.nodes or chosen.as_bits else [chosen]
             tried = [Choice(one, foresee(one)) for one in both_ways]
         if tried:
@@ -137,8 +133,13 @@ class Recompute:
         decides = self._level() or self._memory.budget is not None
         return Probe.parse("1:1" if decides else self._memory.probe)
 
-    def _level_places(self, joint: fx.Graph, layers: Layers, options: Sequence[Option], graph: str) -> list[Place]:
-        """What a level computes again: all that lies within layers, and at level 1 without compromises."""
+    def _by_level(self, joint: fx.Graph, layers: Layers, options: Sequence[Option], graph: str) -> list[Place]:
+        """What a level computes again: all that lies within layers, and at level 1 without compromises. Where nothing
+        is asked for, what costs next to nothing."""
+        if self._memory.decides_itself:
+            return light_places(options)
+        if not self._level():
+            return []
         if not layers.starts:
             text = f"{graph}: {NO_LAYERS.format(level=self._memory.level)}"
             LOG.warning(text)

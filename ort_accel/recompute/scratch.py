@@ -10,6 +10,7 @@ becomes numbers where the kernel has to see it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,31 +28,35 @@ aten = torch.ops.aten
 
 _FORWARD, _BACKWARD = own.scaled_dot_product_of_rows, own.scaled_dot_product_of_rows_backward
 
-RESULTS = {
-    aten.native_dropout_backward: 2,
-    aten.where: 2,
-    aten.masked_fill: 2,
-    aten._safe_softmax: 2,
-    aten.native_layer_norm_backward: 4,
-    JOINED.overloadpacket: 1,
+
+@dataclass(frozen=True)
+class Scratch:
+    """What an operator takes beside what it reads and gives: bytes, of each value."""
+
+    passing: tuple[int, ...] = ()
+    """Gone when its result is made."""
+    beside: tuple[int, ...] = ()
+    """There with its result."""
+
+
+_RESULTS = {
+    aten.native_dropout_backward: (1, 1),
+    aten.where: (0, 2),
+    aten.masked_fill: (0, 2),
+    aten._safe_softmax: (0, 2),
+    aten.native_layer_norm_backward: (0, 4),
+    JOINED.overloadpacket: (0, 1),
 }
-"""How many values of the size of its result an operator takes in ONNX Runtime, beside it."""
-
-GONE: dict[Any, int] = {aten.native_dropout_backward: 1}
-"""How many of them are gone when the result is made."""
+"""How many values of the size of its result an operator takes in ONNX Runtime, and then beside it."""
 
 
-def scratch(node: fx.Node, runner: Runner) -> list[int]:
-    """The bytes of each value beside what the operator reads and gives; of PyTorch's, of all together."""
+def scratch(node: fx.Node, runner: Runner) -> Scratch:
+    """What an operator takes for itself; of PyTorch's, all as one value."""
     if runner is Runner.ORT:
-        return [bytes_made(node)] * RESULTS.get(_packet(node), 0)
+        passing, beside = _RESULTS.get(_packet(node), (0, 0))
+        return Scratch((bytes_made(node),) * passing, (bytes_made(node),) * beside)
     taken = _taken(node)
-    return [taken] if taken else []
-
-
-def gone(node: fx.Node, runner: Runner) -> int:
-    """How many of these values are gone when the result is made."""
-    return GONE.get(_packet(node), 0) if runner is Runner.ORT else 0
+    return Scratch(beside=(taken,)) if taken else Scratch()
 
 
 def _taken(node: fx.Node) -> int:

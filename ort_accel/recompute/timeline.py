@@ -33,7 +33,7 @@ from ort_accel.lowering.segments import Cut
 from ort_accel.recompute.gradients import gradients_of
 from ort_accel.recompute.graph import is_tensor, owner
 from ort_accel.recompute.pools import BORROWED, Moment, Pools
-from ort_accel.recompute.scratch import gone, scratch
+from ort_accel.recompute.scratch import scratch
 from ort_accel.reporting import Runner
 
 Cutter = Callable[[fx.GraphModule, Gradients], list[Cut]]
@@ -223,11 +223,11 @@ class _Half:
                 read = dict.fromkeys(map(self.memory, _read(node)))
                 over = [name for name in read if self._is_over(name, cut) and name not in given]
                 over = [name for name in over if reader[name] is node]
-                self._compute(node, cut, over, in_pytorch, pools)
+                borrowed = self._compute(node, cut, over, in_pytorch, pools)
                 if self._counted(pools) > most:
                     highest, most = _stage(phase, pools), self._counted(pools)
                 unread = [item.name for item in _made(node) if self._is_over(item.name)]
-                pools.drop([*_borrowed(node, cut.runner), *over, *unread])
+                pools.drop([*borrowed, *over, *unread])
             pools.drop([name for name in given | self._leaving if self._is_over(name, cut)])
             if self._holding.shrinks_each_time:
                 pools.shrink()
@@ -256,18 +256,21 @@ class _Half:
 
     def _compute(
         self, node: fx.Node, cut: Cut, over: Collection[str], in_pytorch: Collection[str], pools: Pools
-    ) -> None:
-        """Take what an operator needs. `over` is what it is the last to read, `in_pytorch` lies in PyTorch's memory."""
-        made = _made(node)
-        borrowed = _borrowed(node, cut.runner)
+    ) -> list[str]:
+        """Take what an operator needs, and tell what of it is there for itself. `over` is what it is the last to read,
+        `in_pytorch` lies in PyTorch's memory."""
+        taken = scratch(node, cut.runner)
+        borrowed = {f"{BORROWED} {number}": size for number, size in enumerate(taken.passing + taken.beside, 1)}
         for name, size in borrowed.items():
             pools.add(name, size, cut.runner)
-        pools.drop(list(borrowed)[: gone(node, cut.runner)])
+        passing, beside = list(borrowed)[: len(taken.passing)], list(borrowed)[len(taken.passing) :]
+        pools.drop(passing)
         if (donor := self._donor(node, cut, over, pools)) is not None:
             pools.replace(donor, node.name)
-            return
-        for item in made:
+            return beside
+        for item in _made(node):
             pools.add(item.name, bytes_made(item), Runner.PYTORCH if item.name in in_pytorch else Runner.ORT)
+        return beside
 
     def _donor(self, node: fx.Node, cut: Cut, over: Collection[str], pools: Pools) -> str | None:
         """The value in whose memory an operator computes, if it does: it is the last to read it."""
@@ -299,11 +302,6 @@ def _stage(phase: str, pools: Pools) -> Stage:
 
 def _packet(node: fx.Node) -> object:
     return getattr(node.target, "overloadpacket", None)
-
-
-def _borrowed(node: fx.Node, runner: Runner) -> dict[str, int]:
-    """What an operator takes for itself."""
-    return {f"{BORROWED} {number}": size for number, size in enumerate(scratch(node, runner), 1)}
 
 
 def _read(node: fx.Node) -> Iterable[fx.Node]:
