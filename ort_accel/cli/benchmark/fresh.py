@@ -112,7 +112,7 @@ def _mebibytes_between(begin: int | None, most: int | None) -> float | None:
     return None if begin is None or most is None else round((most - begin) / 2**20, 1)
 
 
-MEASUREMENTS = {"first step": (first_step, 1), "memory": (most_memory, 3)}
+MEASUREMENTS = {"first step": (first_step, 1), "memory": (most_memory, 5)}
 """What is measured, and in how many processes."""
 
 
