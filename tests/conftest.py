@@ -2,6 +2,9 @@
 
 import gc
 
+import pytest
+from torch._dynamo.pgo import reset_code_state
+
 from tests.pretend_cuda import cuda_device
 
 __all__ = ["cuda_device"]
@@ -12,3 +15,9 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(autouse=True)
+def sizes_are_new() -> None:
+    """Let each test meet sizes for the first time: torch 2.11 knows which sizes of a function change, whoever's it is."""
+    reset_code_state()
