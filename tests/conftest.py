@@ -19,5 +19,5 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def sizes_are_new() -> None:
-    """Let each test meet sizes for the first time: torch 2.11 knows which sizes of a function change, whoever's it is."""
+    """Let each test meet sizes for the first time: torch 2.11 notes which sizes of a function change, of all models."""
     reset_code_state()
