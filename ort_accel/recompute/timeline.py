@@ -260,17 +260,17 @@ class _Half:
         """Take what an operator needs, and tell what of it is there for itself. `over` is what it is the last to read,
         `in_pytorch` lies in PyTorch's memory."""
         taken = scratch(node, cut.runner)
-        borrowed = {f"{BORROWED} {number}": size for number, size in enumerate(taken.passing + taken.beside, 1)}
-        for name, size in borrowed.items():
+        passing = {f"{BORROWED} {number}": size for number, size in enumerate(taken.passing)}
+        beside = {f"{BORROWED} {number}": size for number, size in enumerate(taken.beside, len(passing))}
+        for name, size in (passing | beside).items():
             pools.add(name, size, cut.runner)
-        passing, beside = list(borrowed)[: len(taken.passing)], list(borrowed)[len(taken.passing) :]
         pools.drop(passing)
         if (donor := self._donor(node, cut, over, pools)) is not None:
             pools.replace(donor, node.name)
-            return beside
+            return list(beside)
         for item in _made(node):
             pools.add(item.name, bytes_made(item), Runner.PYTORCH if item.name in in_pytorch else Runner.ORT)
-        return beside
+        return list(beside)
 
     def _donor(self, node: fx.Node, cut: Cut, over: Collection[str], pools: Pools) -> str | None:
         """The value in whose memory an operator computes, if it does: it is the last to read it."""
