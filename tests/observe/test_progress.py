@@ -30,6 +30,13 @@ def terminal(monkeypatch):
     return screen
 
 
+def wait_for(text, screen):
+    """A busy machine may take a while to show it."""
+    end = time.monotonic() + 60
+    while text not in screen.getvalue() and time.monotonic() < end:
+        time.sleep(0.05)
+
+
 def trained(log_level, steps=2):
     model = ort_accel.accelerate(nn.Linear(3, 2), {"observe": {"log_level": log_level}})
     for _ in range(steps):
@@ -84,7 +91,7 @@ def test_a_terminal_shows_a_line_when_it_takes_long_and_takes_it_away_again(monk
     screen, report = terminal(monkeypatch), Report()
     Progress(report, "warning")
     with report.timed("capture"), report.timed("build sessions", "forward 3"):
-        time.sleep(0.5)
+        wait_for("forward 3: build sessions", screen)
     shown = screen.getvalue()
     assert "forward 3: build sessions" in shown
     assert shown.rstrip().endswith(("\x1b[2K", "\x1b[?25h"))
@@ -92,10 +99,11 @@ def test_a_terminal_shows_a_line_when_it_takes_long_and_takes_it_away_again(monk
 
 def test_a_terminal_shows_nothing_when_it_is_quick(monkeypatch):
     screen, report = terminal(monkeypatch), Report()
+    monkeypatch.setattr(progress, "PATIENCE", 1.0)
     Progress(report, "warning")
     with report.timed("capture"):
         pass
-    time.sleep(0.2)
+    time.sleep(1.2)
     assert screen.getvalue() == ""
 
 
@@ -105,7 +113,7 @@ def test_the_line_goes_away_when_the_work_fails(monkeypatch):
 
     def failing():
         with report.timed("capture"):
-            time.sleep(0.3)
+            wait_for("capture", screen)
             raise KeyError
 
     with pytest.raises(KeyError):
