@@ -48,7 +48,7 @@ from ort_accel.lowering.early_gradients import Gradients, Source
 from ort_accel.lowering.lean_attention import slim_attention
 from ort_accel.lowering.lower_graph import Lowering, foreseen, lower_graph
 from ort_accel.lowering.nodes import find_numbers_from_data
-from ort_accel.lowering.pooled_results import LARGE
+from ort_accel.lowering.placed_results import LARGE
 from ort_accel.lowering.program import Program
 from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.freed_memory import keep_freed_blocks, return_free_memory

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ort_accel.lowering.pooled_results import LARGE
+from ort_accel.lowering.placed_results import LARGE
 from ort_accel.runtime.pool import pooled_zeros
 
 aten = torch.ops.aten

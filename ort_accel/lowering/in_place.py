@@ -15,7 +15,7 @@ from torch import fx
 from ort_accel.lowering.fuse.tied_embedding import ONTO, add_embedding_gradient
 from ort_accel.lowering.layouts import is_plain
 from ort_accel.lowering.nodes import is_random, is_view
-from ort_accel.lowering.pooled_results import with_place
+from ort_accel.lowering.placed_results import with_place
 from ort_accel.lowering.sizes import same_shape
 from ort_accel.reporting import Runner
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ort_accel.lowering.nodes import fakes_in
-from ort_accel.lowering.pooled_results import is_for_pool
+from ort_accel.lowering.placed_results import is_for_pool, placed
 from ort_accel.lowering.sizes import hinted_bytes
 
 aten = torch.ops.aten
@@ -104,12 +104,15 @@ class KnownSizes:
 def product_of_known_sizes(target: Any) -> Callable[..., Tensor]:
     """The operator, by oneDNN for sizes that came before."""
     known = KnownSizes()
+    otherwise = placed(target, pooled=False)
 
     def run(*operands: Tensor) -> Tensor:
         *_, left, right = operands
-        size = (*left.shape, right.shape[1])
-        by_onednn = size in known or known.came(size)
-        return product(*operands) if by_onednn else target(*operands)
+        rows, columns = left.shape[0], right.shape[1]
+        size = (*left.shape, columns)
+        if size in known or known.came(size):
+            return product(*operands)
+        return otherwise(left.dtype, (rows, columns), *operands)
 
     run.__name__ = f"{str(target).replace('.', '_')}_of_known_sizes"
     return run

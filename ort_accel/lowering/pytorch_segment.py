@@ -17,7 +17,7 @@ from ort_accel.lowering.embedding_gradient import embedding_gradient
 from ort_accel.lowering.fuse.cross_entropy import JOINED, pooled_cross_entropy_gradient
 from ort_accel.lowering.in_place import dying_operands, write_over
 from ort_accel.lowering.nodes import depends_on_data, is_size
-from ort_accel.lowering.pooled_results import LARGE, in_pool, is_for_pool
+from ort_accel.lowering.placed_results import LARGE, is_for_pool, is_placed, placed
 from ort_accel.lowering.segments import Body
 from ort_accel.lowering.sizes import SizeFunction, expression, hinted_bytes
 
@@ -53,22 +53,22 @@ class PyTorchSegment:
         spent: Collection[fx.Node] | None = None,
         better: Mapping[fx.Node, Any] = MappingProxyType({}),
     ) -> None:
-        """`pooled` says that large results may be in ONNX Runtime's memory, `better` has what to call in place of a
-        node's operator. With `spent`, the inputs whose memory nobody needs any more, results are written over those and
-        over what was made here, where nothing else reads it."""
+        """`pooled` says that large results may be in ONNX Runtime's memory; others are placed where PyTorch would leave
+        gaps. `better` has what to call in place of a node's operator. With `spent`, the inputs whose memory nobody
+        needs any more, results are written over those and over what was made here, where nothing else reads it."""
         self.inputs = [node for node in body.inputs if not is_size(node)]
         sizes = [node for node in body.inputs if is_size(node)]
         replaced = {} if spent is None else dying_operands(body.nodes, wanted, spent)
         taken = replaced.keys() | better.keys()
-        pool = [node for node in body.nodes if pooled and node not in taken and _is_for_pool(node)]
-        results = [size for node in pool for size in node.meta["val"].shape]
+        places = [node for node in body.nodes if node not in taken and _is_placed(node, pooled)]
+        results = [size for node in places for size in node.meta["val"].shape]
         self._size_values = SizeFunction(map(expression, [*(node.meta["val"] for node in sizes), *results]))
         replacements = OTHERWISE | POOLED if pooled else OTHERWISE
         graph = fx.Graph()
         given = graph.placeholder("given")
         takes = (graph.call_function(operator.getitem, (given, position)) for position in count())
         copies = dict(zip([*self.inputs, *sizes], takes, strict=False))
-        shapes = {node: tuple(islice(takes, node.meta["val"].ndim)) for node in pool}
+        shapes = {node: tuple(islice(takes, node.meta["val"].ndim)) for node in places}
         graph.call_method("clear", (given,))
         for node in body.nodes:
             copy = graph.node_copy(node, copies.__getitem__)
@@ -76,7 +76,8 @@ class PyTorchSegment:
             if node in replaced:
                 write_over(copy, copies[replaced[node]])
             elif node in shapes:
-                copy.target, copy.args = in_pool(node.target), (node.meta["val"].dtype, shapes[node], *copy.args)
+                copy.target = placed(node.target, pooled)
+                copy.args = (node.meta["val"].dtype, shapes[node], *copy.args)
             copies[node] = copy
         graph.output([copies[node] for node in wanted])
         self._module = fx.GraphModule(owner, graph)
@@ -92,11 +93,11 @@ class PyTorchSegment:
 def lies_in_pool(node: fx.Node) -> bool:
     """Whether the result of a node that PyTorch runs lies in ONNX Runtime's pool, where large ones may."""
     if node.target not in POOLED:
-        return _is_for_pool(node)
+        return is_for_pool(node) and not depends_on_data(node)
     value = node.meta["val"]
     return value.device.type == "cpu" and value.dtype == torch.float32 and hinted_bytes(value) >= LARGE
 
 
-def _is_for_pool(node: fx.Node) -> bool:
-    """Whether the result of a node may be large, and its sizes are known before anything has run."""
-    return is_for_pool(node) and not depends_on_data(node)
+def _is_placed(node: fx.Node, pooled: bool) -> bool:
+    """Whether the result of a node is to be placed, and its sizes are known before anything has run."""
+    return is_placed(node, pooled) and not depends_on_data(node)

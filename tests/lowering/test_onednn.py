@@ -8,7 +8,7 @@ from torch import fx
 
 from ort_accel.lowering import onednn
 from ort_accel.lowering.onednn import AGAIN, LARGEST, MOST, REMEMBERED, can_multiply, product, product_of_known_sizes
-from ort_accel.lowering.pooled_results import LARGE
+from ort_accel.lowering.placed_results import LARGE
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import ort_accel
 from ort_accel.capture import backend
-from ort_accel.lowering import embedding_gradient, pooled_results, pytorch_segment
+from ort_accel.lowering import embedding_gradient, placed_results, pytorch_segment
 from ort_accel.observe import freed_memory
 from ort_accel.observe.freed_memory import JOINING, joins_freed_blocks, keep_freed_blocks
 from ort_accel.observe.process_memory import in_use
@@ -26,7 +26,7 @@ ROWS = 256
 
 def look(results, name, large):
     """What ONNX Runtime's pool holds after a step, the graph's timeline and the report of its memory."""
-    for room in (backend, embedding_gradient, pooled_results, pytorch_segment):
+    for room in (backend, embedding_gradient, placed_results, pytorch_segment):
         room.LARGE = large
     seen = []
 
@@ -58,7 +58,7 @@ def test_the_pool_holds_what_was_predicted(name, large):
 
 @pytest.mark.parametrize(("large", "in_pool"), [(32 << 10, True), (32 << 20, False)])
 def test_a_large_result_of_pytorchs_counts_where_it_lies(monkeypatch, large, in_pool):
-    for room in (backend, embedding_gradient, pooled_results, pytorch_segment):
+    for room in (backend, embedding_gradient, placed_results, pytorch_segment):
         monkeypatch.setattr(room, "LARGE", large)
     seen, timeline = [], optimizer.timeline
     monkeypatch.setattr(optimizer, "timeline", lambda *how: seen.append(timeline(*how)) or seen[-1])

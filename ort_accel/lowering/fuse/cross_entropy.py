@@ -14,7 +14,7 @@ from torch import fx
 
 from ort_accel.lowering.onnx_graph import HALVES, OnnxGraph, Operand
 from ort_accel.lowering.ops.losses import MEAN, Labels, shares
-from ort_accel.lowering.pooled_results import in_pool
+from ort_accel.lowering.placed_results import placed
 from ort_accel.lowering.registry import lowers
 from ort_accel.lowering.sizes import Size
 
@@ -46,9 +46,9 @@ def pooled_cross_entropy_gradient(grad: torch.Tensor, logarithms: torch.Tensor, 
         return plain
     dtype, sizes = logarithms.dtype, tuple(logarithms.shape)
     if dtype in HALVES:
-        slope = in_pool(aten.nll_loss_backward.default)(dtype, sizes, grad, logarithms, *rest)
-        return in_pool(aten._log_softmax_backward_data.default)(dtype, sizes, slope, logarithms, 1, dtype)
-    return _less_labels(in_pool(aten.exp.default)(dtype, sizes, logarithms), grad, *rest)
+        slope = placed(aten.nll_loss_backward.default, pooled=True)(dtype, sizes, grad, logarithms, *rest)
+        return placed(aten._log_softmax_backward_data.default, pooled=True)(dtype, sizes, slope, logarithms, 1, dtype)
+    return _less_labels(placed(aten.exp.default, pooled=True)(dtype, sizes, logarithms), grad, *rest)
 
 
 def _less_labels(

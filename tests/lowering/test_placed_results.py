@@ -1,9 +1,12 @@
-"""Large results of PyTorch's operators: the same bits, in memory that ONNX Runtime keeps."""
+"""Results of PyTorch's operators: the same bits, in ONNX Runtime's pool or in plain blocks."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -11,9 +14,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.testing._internal import common_utils
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ort_accel
-from ort_accel.lowering import pooled_results as room
+from benchmarks.op_parity import operators
+from ort_accel.lowering import placed_results as room
 from ort_accel.lowering.lower_graph import Lowering, lower_graph
 from ort_accel.reporting import Report
 from ort_accel.runtime.session import SessionSettings
@@ -35,6 +42,21 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(room, "pooled_zeros", take)
     monkeypatch.setattr(room, "LARGE", 32 << 10)
+    monkeypatch.setattr(room, "LEAST", 32 << 10)
+    return sizes
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The sizes of what was written into plain blocks. They hold rubbish before, and each result is large enough."""
+    sizes: list[tuple[int, ...]] = []
+
+    def take(size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        sizes.append(tuple(size))
+        return torch.empty(size, dtype=dtype).fill_(torch.nan if dtype.is_floating_point or dtype.is_complex else 77)
+
+    monkeypatch.setattr(room, "unfilled", take)
+    monkeypatch.setattr(room, "LEAST", 0)
     return sizes
 
 
@@ -68,13 +90,65 @@ def test_results_are_eagers_to_the_bit(taken: list[Any], name: str, dtype: torch
     target, args = CASES[name](dtype)
     expected = target(*args)
     for _ in range(2):  # the second time in memory that has been written to
-        found = room.in_pool(target)(dtype, tuple(expected.shape), *args)
+        found = room.placed(target, pooled=True)(dtype, tuple(expected.shape), *args)
         assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), dtype)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
         found.fill_(7)
         del found
     large = expected.nbytes >= room.LARGE
     assert taken == [tuple(expected.shape)] * (2 if large else 0)
+
+
+class WrittenIntoPlaces(TorchDispatchMode):
+    """Runs operators that can be told where to write their result a second time, told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[Any] = Counter()
+        self.other: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if room.with_place(func) is None:
+            return func(*args, **kwargs)
+        before = torch.get_rng_state()
+        expected = func(*args, **kwargs)
+        if expected.ndim and expected.is_contiguous():  # no result without dimensions is large
+            after = torch.get_rng_state()
+            torch.set_rng_state(before)
+            found = room.placed(func, pooled=False)(expected.dtype, tuple(expected.shape), *args, **kwargs)
+            self.seen[func] += 1
+            is_same = found.shape == expected.shape and found.dtype == expected.dtype and found.is_contiguous()
+            if not is_same or not torch.equal(torch.get_rng_state(), after) or not _equal(found, expected):
+                self.other.append(f"{func} {tuple(expected.shape)} {expected.dtype}")
+        return expected
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(0), other.nan_to_num(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_operator_gives_the_same_bits_in_memory_full_of_rubbish(
+    plain: list[tuple[int, ...]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that torch's own samples of its operators call, in both directions."""
+    monkeypatch.setattr(common_utils, "extract_test_fn", lambda: None)  # walks through pytest's stack for each operator
+    watch = WrittenIntoPlaces()
+    warnings.simplefilter("ignore")  # pytest brings them back
+    torch.manual_seed(0)
+    for op in operators(dtype):
+        if op.name in {"to_sparse", "special.i1", "special.i1e"}:  # no gradient for dense ones, or for bfloat16
+            continue
+        for sample in islice(op.sample_inputs("cpu", dtype, requires_grad=True), 6):
+            with watch:
+                results = pytree.tree_leaves(op(sample.input, *sample.args, **sample.kwargs))
+                roots = [item for item in results if isinstance(item, Tensor) and item.requires_grad]
+                if roots:
+                    torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    assert not watch.other
+    assert len(plain) == watch.seen.total() > 5000
+    assert watch.seen.keys() >= {aten.mm.default, aten.gelu_backward.default, aten.sum.dim_IntList, aten.cat.default}
 
 
 def test_any_operator_of_pytorch_can_be_asked_for_its_place() -> None:
@@ -178,3 +252,23 @@ def test_a_faster_way_for_an_operator_goes_before_the_pool(taken: list[Any]) -> 
     torch.testing.assert_close(result, function(*operands)[0])
     assert other.calls == 1
     assert not taken
+
+
+@pytest.mark.parametrize("gaps", [True, False])
+@pytest.mark.parametrize("memory", [{}, {"level": 1}], ids=["for speed", "memory is saved"])
+def test_other_results_lie_in_plain_blocks_where_pytorch_would_leave_gaps(
+    plain: list[tuple[int, ...]], memory: dict[str, Any], gaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "leaves_gaps", lambda: gaps)
+    torch.manual_seed(0)
+    eager = Head()
+    engine = {"engine": {"run_in_pytorch": [*HEAD, "aten.addmm"]}, "memory": memory, "observe": {"log_level": "error"}}
+    ours = ort_accel.accelerate(copy.deepcopy(eager), engine)
+    for seed, rows in enumerate([64, 48, 48, 8, 0, 80]):
+        x, labels = torch.randn(rows, 16), torch.randint(0, 300, (rows,))
+        plain.clear()
+        found, expected = (step(model, x, labels, seed=seed) for model in (ours, eager))
+        torch.testing.assert_close(vars(found), vars(expected), rtol=1e-4, atol=1e-5, equal_nan=True)
+        expected_places = 0 if not gaps else 2 if memory else 3
+        assert plain.count((rows, 300)) == expected_places, "scores, logarithms, and the gradient by its own way"
+        assert plain.count((rows, 16)) >= (1 if gaps else 0), "of the body"
