@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ort_accel.lowering.attention_kernels import How
 from ort_accel.lowering.row_attention import PAIRS_OF_A_THREAD
+from ort_accel.runtime.plain_blocks import unfilled
 from ort_accel.runtime.sessions import Run, Sessions
 from ort_accel.runtime.tensors import to_ort
 
@@ -191,7 +192,7 @@ def _within(wanted: int, most: int) -> int:
 def _blank(like: Tensor, width: int) -> Tensor:
     """Memory for [batch, heads, tokens, width] that lies as PyTorch's kernels lay out their results, token by token."""
     samples, heads, tokens, _ = like.shape
-    return like.new_empty(samples, tokens, heads, width).transpose(1, 2)
+    return unfilled((samples, tokens, heads, width), like.dtype).transpose(1, 2)
 
 
 def _put(part: Tensor, place: Tensor) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from ort_accel.lowering.nodes import fakes_in
 from ort_accel.lowering.placed_results import is_for_pool, placed
 from ort_accel.lowering.sizes import hinted_bytes
+from ort_accel.runtime.plain_blocks import packed
 
 aten = torch.ops.aten
 
@@ -63,12 +64,13 @@ def product(*operands: Tensor) -> Tensor:
     """`mm(left, right)` or `addmm(row, left, right)`."""
     *row, left, right = operands
     if not row and _is_cheaper_turned(left, right):
-        return _product(right.t(), left.t()).t().contiguous()
+        return packed(_product(right.t(), left.t()).t())
     return _product(left, right, *row)
 
 
 def _product(left: Tensor, right: Tensor, row: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(left, right.t(), row, "none", [], "")  # type: ignore[no-any-return]
+    rows = packed(left)  # or the operator copies them, into memory that leaves gaps
+    return torch.ops.mkldnn._linear_pointwise(rows, right.t(), row, "none", [], "")  # type: ignore[no-any-return]
 
 
 def _is_cheaper_turned(left: Tensor, right: Tensor) -> bool:

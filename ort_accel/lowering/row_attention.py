@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ort_accel.lowering.attention_kernels import PYTORCH, Failed, How, Kernels
 from ort_accel.lowering.attention_precision import added
+from ort_accel.runtime.plain_blocks import packed
 
 aten = torch.ops.aten
 
@@ -307,7 +308,7 @@ def _is_all(runs: Sequence[_Run], *tensors: Tensor) -> bool:
 
 def _rows(batch: Tensor) -> Tensor:
     """[sequences, heads, length, ...] as [rows, heads, ...]: how PyTorch's kernels lay out their results in memory."""
-    return batch.transpose(1, 2).flatten(0, 1).contiguous()
+    return packed(batch.transpose(1, 2).flatten(0, 1))
 
 
 def _write(places: Sequence[Tensor], results: Sequence[Tensor]) -> None:

@@ -36,3 +36,10 @@ def unfilled(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     start = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % ALIGNMENT
     flat = torch.frombuffer(block, dtype=dtype, count=size // dtype.itemsize, offset=start)
     return flat.resize_(shape)  # not a view: one that is made without gradients cannot be written over with them
+
+
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its elements one behind the other: itself, or a copy where they lie otherwise."""
+    if tensor.is_contiguous() or tensor.device.type != "cpu":
+        return tensor.contiguous()
+    return unfilled(tensor.shape, tensor.dtype).copy_(tensor)

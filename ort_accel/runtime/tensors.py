@@ -9,6 +9,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from ort_accel.runtime.imported import native as ort
+from ort_accel.runtime.plain_blocks import packed
 
 OrtValue = Any
 OrtValues = Any
@@ -16,7 +17,7 @@ OrtValues = Any
 
 def to_ort(tensor: torch.Tensor) -> OrtValue:
     """The tensor's memory as an OrtValue, which keeps it alive. Only a tensor with gaps between elements is copied."""
-    plain = tensor.detach().contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)  # with plain strides
+    plain = packed(tensor.detach()) if tensor.numel() else tensor.new_empty(tensor.shape)  # with plain strides
     is_bool = plain.dtype == torch.bool
     return ort.OrtValue.from_dlpack(to_dlpack(plain.view(torch.uint8) if is_bool else plain), is_bool)
 

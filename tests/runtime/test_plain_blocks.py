@@ -1,10 +1,10 @@
-"""Tensors in plain blocks: where they begin, what they are, and that a freed one is right for the next of its size."""
+"""Tensors and copies in plain blocks: where they begin, what they are, and that a freed one is right for the next."""
 
 import pytest
 import torch
 
 from ort_accel.observe.freed_memory import keep_freed_blocks
-from ort_accel.runtime.plain_blocks import ALIGNMENT, LEAST, unfilled
+from ort_accel.runtime.plain_blocks import ALIGNMENT, LEAST, packed, unfilled
 from tests.forked import asked
 
 
@@ -32,6 +32,27 @@ def test_they_outlive_all_names_but_their_own():
     del values
     unfilled((LEAST,), torch.float32).fill_(9)
     assert [float(view.mean()) for view in views] == list(range(8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16, torch.float8_e5m2, torch.bool])
+@pytest.mark.parametrize("shape", [(512, 300), (3, 5), (LEAST, 0)], ids=str)
+def test_a_copy_has_its_elements_one_behind_the_other(shape, dtype):
+    turned = torch.randn(shape).to(dtype).t()
+    made, plain = packed(turned), turned.contiguous()
+    assert made.stride() == plain.stride()
+    assert made.view(torch.uint8).equal(plain.view(torch.uint8))
+    every_other = plain[::2]
+    assert packed(every_other).view(torch.uint8).equal(every_other.contiguous().view(torch.uint8))
+
+
+def test_a_copy_resolves_what_pytorch_puts_off():
+    turned = torch.randn(300, 512, dtype=torch.complex64).conj().t()
+    assert packed(turned).resolve_conj().equal(turned.contiguous().resolve_conj())
+
+
+def test_nothing_is_copied_that_lies_one_behind_the_other():
+    plain = torch.randn(2, LEAST)
+    assert [packed(one).data_ptr() for one in (plain, plain[1])] == [one.data_ptr() for one in (plain, plain[1])]
 
 
 def addresses(results):
