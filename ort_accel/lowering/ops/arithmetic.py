@@ -87,6 +87,8 @@ def lerp(graph: OnnxGraph, start: Operand, end: Operand, weight: Any) -> Any:
 @lowers(aten.pow.Tensor_Scalar)
 def pow_scalar(graph: OnnxGraph, base: Operand, exponent: float) -> Any:
     value, dtype = graph.cast(base, graph.result.dtype), graph.result.dtype
+    if exponent == 1:  # the gradient of a square
+        return value
     if exponent == 2:
         return graph.op("Mul", value, value)
     if exponent == 3:
@@ -99,6 +101,8 @@ def pow_scalar(graph: OnnxGraph, base: Operand, exponent: float) -> Any:
         return graph.op("Reciprocal", root_of(graph, value, dtype))
     if exponent == -1:
         return graph.op("Reciprocal", value)
+    if exponent == -2:
+        return graph.op("Reciprocal", graph.op("Mul", value, value))
     return graph.op("Pow", value, graph.scalar(exponent, dtype))
 
 

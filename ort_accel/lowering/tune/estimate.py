@@ -13,6 +13,7 @@ from ort_accel.lowering.assign import Refusal
 from ort_accel.lowering.flops import flops
 from ort_accel.lowering.nodes import fakes_in
 from ort_accel.lowering.onnx_graph import HALVES
+from ort_accel.lowering.powers import is_long_power
 from ort_accel.lowering.segments import Assignment, readers_of
 from ort_accel.lowering.slower import WORTH_A_CROSSING
 from ort_accel.lowering.tune.cheapest import Costs, cheapest
@@ -47,8 +48,8 @@ class Estimator:
     """What is known of large products by their own sizes."""
 
     def decides(self, node: fx.Node) -> bool:
-        """Whether a node has a yardstick. Those are in single precision."""
-        return has_yardstick(node.target) and _is_single(node)
+        """Whether a node has a yardstick."""
+        return has_yardstick(node.target) and _is_like_timed(node)
 
     def divided(self, assignment: Assignment) -> Assignment:
         """The assignment that costs least; the given one unless that saves enough."""
@@ -79,7 +80,7 @@ class Estimator:
         return sum(cost.pytorch for cost in costs) + unknown < sum(cost.ort for cost in costs)
 
     def _estimate(self, node: fx.Node, known_sizes: bool = False) -> Yardstick | None:
-        if not _is_single(node):
+        if not _is_like_timed(node):
             return None
         if self.products is not None and (timed := self.products.yardstick(node, known_sizes)):
             return timed
@@ -119,10 +120,10 @@ def _differ(found: Yardstick) -> bool:
     return abs(found.ort - found.pytorch) > ABOUT * max(found.ort, found.pytorch)
 
 
-def _is_single(node: fx.Node) -> bool:
-    """Whether a node works in single precision, as the yardsticks do."""
+def _is_like_timed(node: fx.Node) -> bool:
+    """Whether a node works as the yardsticks do: in single precision, and with no other power than a square is."""
     tensors = fakes_in(node.meta["val"])
-    return bool(tensors) and tensors[0].dtype == torch.float32
+    return bool(tensors) and tensors[0].dtype == torch.float32 and not is_long_power(node)
 
 
 def _is_half(node: fx.Node) -> bool:

@@ -11,6 +11,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import ort_accel
 from ort_accel.lowering.lower_graph import Lowering, foreseen, lower_graph
+from ort_accel.lowering.onnx_graph import OnnxGraph
+from ort_accel.lowering.powers import SHORT
+from ort_accel.lowering.slower import LONG_POWER
 from ort_accel.lowering.tune import crossing
 from ort_accel.lowering.tune.estimate import Estimator
 from ort_accel.lowering.tune.yardsticks import CALLS, Machine, Yardstick, has_yardstick
@@ -104,6 +107,25 @@ def test_double_precision_is_not_measured():
     doubles = [item.double() for item in LARGE]
     assert Lowered(torch.mm, *doubles, mm=(4.0, 1.0)).report.fallbacks == []
     assert Lowered(torch.mm, *LARGE, mm=(4.0, 1.0)).in_pytorch() == {"mm"}
+
+
+@pytest.mark.parametrize("power", [lambda x: x**1.7, lambda x: 2.5**x, lambda x: x**x])
+def test_long_powers_are_no_squares(power):
+    lowered = Lowered(lambda x: power(x) + x, LARGE[0].abs(), pow=(0.01, 1.0))
+    [fallback] = [item for item in lowered.report.fallbacks if "pow" in item.op]
+    assert fallback.detail == LONG_POWER
+
+
+@pytest.mark.parametrize("exponent", SHORT)
+def test_short_powers_are_as_long_as_squares_and_call_no_kernel_of_powers(exponent, monkeypatch):
+    written, op = [], OnnxGraph.op
+    monkeypatch.setattr(
+        OnnxGraph, "op", lambda graph, name, *given, **how: written.append(name) or op(graph, name, *given, **how)
+    )
+    assert not Lowered(lambda x: x**exponent + x, LARGE[0].abs(), pow=(0.01, 1.0)).report.fallbacks
+    assert "Add" in written
+    assert "Pow" not in written
+    assert "pow" in Lowered(lambda x: (x**exponent).mm(x.mT), LARGE[0].abs(), pow=(4.0, 1.0)).in_pytorch()
 
 
 def test_plans_for_memory_foresee_the_same_segments():
