@@ -131,7 +131,9 @@ def test_zero_3_runs_layer_by_layer_on_one_pair_of_graphs(tmp_path, eager_loop):
 def two_trainers(tmp_path_factory, eager_trainer):
     """What two processes find; they also go on from the checkpoint of the one, and leave their own."""
     out = tmp_path_factory.mktemp("two") / "out.json"
-    python(*torchrun(), "-m", "ort_accel.run", TRAINER, out, eager_trainer["checkpoint"])
+    config = out.with_name("ort_accel.yaml")
+    config.write_text("engine: {compile_evaluation: true}")
+    python(*torchrun(), "-m", "ort_accel.run", "--ort_config", config, TRAINER, out, eager_trainer["checkpoint"])
     return result(out) | {"checkpoint": checkpoint(out)}
 
 

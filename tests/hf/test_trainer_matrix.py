@@ -101,6 +101,7 @@ def test_a_search_finds_what_eager_finds(tmp_path, side):
             which,
             None,
             arguments(tmp_path / which, max_steps=2, eval_strategy="steps", eval_steps=2),
+            {"engine": {"compile_evaluation": True}},
             model_init=model_init,
         )
         best = trainer.hyperparameter_search(
