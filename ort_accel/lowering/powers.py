@@ -14,7 +14,7 @@ from torch import fx
 aten = torch.ops.aten
 
 SHORT = (1, 2, 3, -1, -2, 0.5, -0.5)
-"""Exponents."""
+"""Exponents, for which `pow_scalar` (`ops/arithmetic.py`) writes no kernel of powers in single precision."""
 
 _POWERS = {aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar}
 

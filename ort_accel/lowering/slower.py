@@ -40,7 +40,6 @@ IN_HALF_PRECISION: dict[Any, str] = {
     ),
 }
 
-
 LONG_POWER = "0.8 ms in PyTorch, 1.7 ms in ONNX Runtime for 1024 x 512 elements"
 
 
