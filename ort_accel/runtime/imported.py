@@ -38,6 +38,8 @@ def restore_checkpoint_functions() -> None:
             names["checkpoint"] = inspect.getclosurevars(names["checkpoint"]).nonlocals["original_checkpoint"]
 
 
+import torch  # noqa: E402, F401 - loads the CUDA libraries that onnxruntime-gpu is linked to
+
 with _without_deepspeed():
     import onnxruntime
     from onnxruntime.capi import _pybind_state as native

@@ -1,0 +1,456 @@
+"""The checks of `benchmarks/on_cuda.py`. Each compares with eager PyTorch on the same device, or measures.
+
+`checks` lists them, the most telling first, so that a run that ends early has told most.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import ort_accel
+from benchmarks.op_parity import Verdict, check, full_name, operators
+from ort_accel.cli.benchmark.contenders import EAGER, INDUCTOR, ORT_ACCEL, Trace, distances
+from ort_accel.cli.benchmark.timing import compare, in_turns, summary
+from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
+from ort_accel.recompute import optimizer
+from ort_accel.recompute.budget import Chosen
+from ort_accel.recompute.cost import FLOPS_PER_MS
+from ort_accel.recompute.transfers import LINK_BYTES_PER_MS
+from ort_accel.runtime.flavor import installed_runtime
+
+# fmt: off
+OPERATORS = frozenset([
+    "nn.functional.linear", "nn.functional.layer_norm", "nn.functional.gelu", "nn.functional.silu",
+    "nn.functional.softplus", "nn.functional.cross_entropy", "nn.functional.embedding", "nn.functional.conv2d",
+    "nn.functional.batch_norm", "nn.functional.group_norm", "nn.functional.scaled_dot_product_attention", "softmax",
+    "log_softmax", "matmul", "bmm", "addmm", "mm", "add", "mul", "div", "sub", "pow", "exp", "erf", "tanh",
+    "sigmoid", "rsqrt", "where", "masked_fill", "gather", "index_select", "index_add", "scatter_add", "cumsum",
+    "cat", "stack", "split", "expand", "transpose", "permute", "sum", "mean", "var", "amax", "max", "clamp", "norm",
+    "triu", "repeat",
+])
+# fmt: on
+"""Those of torch's own tests that models are made of."""
+
+FP32, HALF = 1e-4, 3.0
+"""How far a gradient may be from eager's, as a share of its length; in 16 bits, how many times eager's own distance."""
+
+KERNELS_LISTED = 30
+"""The kernels of a profiled step that are written down, the longest first."""
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+Options = Mapping[str, Any]
+
+
+@dataclass
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    is_right: bool
+    detail: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Bench:
+    """A device, and sizes that suit it."""
+
+    device: torch.device
+    tiny: bool
+    rounds: int = 10
+    findings: list[Finding] = field(default_factory=list)
+    figures: dict[str, str] = field(default_factory=dict)
+    """Single figures that the checks measured."""
+    times: list[dict[str, Any]] = field(default_factory=list)
+    """Steps that were timed beside eager and Inductor."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def workload(self, model: str, **sizes: Any) -> Workload:
+        """A model of the size that is measured."""
+        small = {"hidden": 32, "layers": 2, "heads": 2, "batch": 2, "length": 12, "vocab": 100}
+        large = {"hidden": 768, "layers": 12, "heads": 12, "batch": 16, "length": 256, "vocab": 30522}
+        return Workload(model=model, **({**(small if self.tiny else large), **sizes}))
+
+    def model(self, workload: Workload) -> tuple[nn.Module, Batch]:
+        """The model of a workload and its batch, on the device."""
+        batch = {name: item.to(self.device) for name, item in batch_of(workload).items()}
+        return build(workload).to(self.device), batch
+
+    def autocast(self, precision: str) -> AbstractContextManager[Any]:
+        """Autocast to a type of 16 bits; nothing for `fp32`."""
+        if precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, DTYPES[precision])
+
+    def step(self, model: nn.Module, batch: Batch, precision: str = "fp32") -> Trace:
+        """One step from a fixed seed, with its loss and gradients."""
+        torch.manual_seed(0)
+        model.zero_grad(set_to_none=True)
+        with self.autocast(precision):
+            loss = model(**batch).loss
+        loss.backward()
+        found = {name: parameter.grad for name, parameter in model.named_parameters()}
+        return Trace(float(loss.detach()), {name: grad.clone() for name, grad in found.items() if grad is not None})
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def looked(self, name: str, look: Callable[[], str]) -> None:
+        """Run one check and note the fault it returns or raises; an empty text is no fault."""
+        begin = time.perf_counter()
+        try:
+            fault = look()
+        except Exception as error:
+            fault = f"{type(error).__name__}: {str(error)[:1000]}"
+        self.findings.append(Finding(name, not fault, fault, round(time.perf_counter() - begin, 2)))
+
+
+@dataclass(frozen=True)
+class Check:
+    """One entry of the list: its name, and the work that adds to a bench's findings, figures or times."""
+
+    name: str
+    run: Callable[[Bench], None]
+    on_cuda_only: bool = False
+
+
+def checks(bench: Bench) -> list[Check]:
+    """All checks for a device, the most telling first."""
+    every = [
+        Check("the provider", check_provider, on_cuda_only=True),
+        *model_checks(bench, [("bert", "fp32"), ("bert", "bf16")]),
+        Check("time of bert, bf16", lambda b: measure(b, b.workload("bert"), "bf16")),
+        *model_checks(bench, [(model, "bf16") for model in ("llama", "gpt2", "t5", "bert-mlm", "vit")]),
+        Check("time of llama, bf16", lambda b: measure(b, b.workload("llama"), "bf16")),
+        Check("time of bert, 40 % valid, bf16", lambda b: measure(b, b.workload("bert", density=0.4), "bf16")),
+        *option_checks(bench),
+        *sharing_checks(bench),
+        *operator_checks("fp32"),
+        *model_checks(bench, [(model, "fp32") for model in ("llama", "gpt2", "t5", "bert-mlm", "vit")]),
+        Check("values in host memory", check_offload),
+        *model_checks(bench, [(model, "fp16") for model in ("bert", "llama", "gpt2", "t5", "bert-mlm", "vit")]),
+        *operator_checks("bf16"),
+        *operator_checks("fp16"),
+        Check("time of bert, fp32", lambda b: measure(b, b.workload("bert"), "fp32")),
+        Check("time of bert, fp16", lambda b: measure(b, b.workload("bert"), "fp16")),
+        Check("time of bert with dropout, bf16", lambda b: measure(b, b.workload("bert", dropout=0.1), "bf16")),
+    ]
+    wanted = [each for each in every if bench.is_cuda or not each.on_cuda_only]
+    return [each for each in wanted if not bench.tiny or each.name in TRIED_WHEN_TINY]
+
+
+TRIED_WHEN_TINY = {"bert, fp32", "bert, bf16", "time of bert, bf16", "bert, padded, fp32", "operator add, fp32"}
+
+
+def accelerated(model: nn.Module, **options: Options) -> nn.Module:
+    """A copy of a model on ONNX Runtime."""
+    config = {"version": 1, "observe": {"log_level": "error"}, **options}
+    return ort_accel.accelerate(copy.deepcopy(model), config)
+
+
+def check_provider(bench: Bench) -> None:
+    """Does ONNX Runtime's CUDA provider load, and does it run a product?"""
+    runtime = installed_runtime()
+    bench.figures["providers"] = ", ".join(runtime.providers)
+
+    def look() -> str:
+        model = nn.Linear(64, 64).to(bench.device)
+        values = torch.randn(8, 64, device=bench.device)
+        ours = accelerated(model, engine={"fallback": "error"})
+        found = (ours(values).float() - model(values)).abs().max()
+        return "" if found < 1e-4 else f"a product is off by {found:.2g}"
+
+    bench.looked("the provider", look)
+
+
+def operator_checks(precision: str) -> list[Check]:
+    """One check for each operator of `OPERATORS`."""
+
+    def one(name: str) -> Check:
+        return Check(f"operator {name}, {precision}", lambda bench: check_operator(bench, name, precision))
+
+    return [one(name) for name in sorted(OPERATORS)]
+
+
+def check_operator(bench: Bench, name: str, precision: str) -> None:
+    """Compare an operator's results and gradients with eager's, on up to three samples."""
+    dtype = DTYPES[precision]
+    for op in operators(dtype, bench.device):
+        if full_name(op) != name:
+            continue
+        begin = time.perf_counter()
+        outcome = check(op, 1 if bench.tiny else 3, dtype, bench.device)
+        is_right = outcome.verdict not in {Verdict.ERROR, Verdict.MISMATCH}
+        detail = f"{outcome.share:.0%} by ONNX Runtime {outcome.detail}".strip()
+        seconds = round(time.perf_counter() - begin, 2)
+        bench.findings.append(Finding(f"operator {name}, {precision}", is_right, detail, seconds))
+
+
+def fault_of(bench: Bench, workload: Workload, precision: str, **options: Options) -> str:
+    """Return how a model's step differs from eager's; empty if its loss and gradients are eager's."""
+    model, batch = bench.model(workload)
+    exact = bench.step(model, batch)
+    allowed = (
+        FP32 if precision == "fp32" else HALF * max(distances(bench.step(model, batch, precision), exact).values())
+    )
+    ours = accelerated(model, **options)
+    for _ in range(2):
+        found = distances(bench.step(ours, batch, precision), exact)
+        worst = max(found, key=found.__getitem__)
+        if not found[worst] <= allowed:
+            return f"{worst} is off by {found[worst]:.2g} of its length, {allowed:.2g} is allowed"
+    failed = [item.detail for item in ort_accel.report(ours).fallbacks if item.reason.value == "failed in ONNX Runtime"]
+    return f"PyTorch took over: {failed[0]}" if failed else ""
+
+
+def model_checks(bench: Bench, wanted: list[tuple[str, str]]) -> list[Check]:
+    """One check for each model and precision: loss and gradients of two layers."""
+
+    def one(model: str, precision: str) -> Check:
+        size = bench.workload(model, layers=2)
+        name = f"{model}, {precision}"
+        return Check(name, lambda bench: bench.looked(name, lambda: fault_of(bench, size, precision)))
+
+    return [one(model, precision) for model, precision in wanted]
+
+
+def option_checks(bench: Bench) -> list[Check]:
+    """A model with padding, with dropout, and with attention written as products."""
+    size = bench.workload("bert", layers=2)
+    cases: dict[str, tuple[Workload, Options]] = {
+        "bert, padded, fp32": (bench.workload("bert", layers=2, density=0.4), {"density": {"padding": True}}),
+        "bert, with dropout, fp32": (bench.workload("bert", layers=2, dropout=0.2), {}),
+        "bert, attention as products, fp32": (size, {"compute": {"attention": "products"}}),
+        "bert, memory.level 1, fp32": (size, {"memory": {"level": 1}}),
+    }
+
+    def one(name: str) -> Check:
+        workload, options = cases[name]
+        return Check(name, lambda bench: bench.looked(name, lambda: fault_of(bench, workload, "fp32", **options)))
+
+    return [one(name) for name in cases]
+
+
+def sharing_checks(bench: Bench) -> list[Check]:
+    """Streams and memory, which only a CUDA device has."""
+    size = bench.workload("bert", layers=2)
+
+    def on_another_stream(bench: Bench) -> str:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            fault = fault_of(bench, size, "fp32")
+        torch.cuda.synchronize()
+        return fault
+
+    looks: dict[str, Callable[[Bench], str]] = {
+        "another stream": on_another_stream,
+        "memory is PyTorch's": lambda bench: _is_pytorchs(bench, size),
+        "memory.external_allocator true": lambda bench: fault_of(
+            bench, size, "fp32", memory={"external_allocator": True}
+        ),
+        "memory.external_allocator false": lambda bench: fault_of(
+            bench, size, "fp32", memory={"external_allocator": False}
+        ),
+        "memory of steps with changing lengths": lambda bench: growth(bench, size),
+    }
+
+    def one(name: str) -> Check:
+        return Check(name, lambda bench: bench.looked(name, lambda: looks[name](bench)), on_cuda_only=True)
+
+    return [one(name) for name in looks]
+
+
+def growth(bench: Bench, size: Workload) -> str:
+    """Return a fault if memory grows over 100 steps, or if a new length compiles anything."""
+    model, batch = bench.model(size)
+    ours = accelerated(model)
+    lengths = [size.length - 1 - step % 10 for step in range(120)]
+    held: list[int] = []
+    for step, length in enumerate([size.length, *lengths]):
+        bench.step(ours, {name: item[:, :length] if item.ndim == 2 else item for name, item in batch.items()})
+        if step in (20, 120):
+            free, total = torch.cuda.mem_get_info()
+            held.append(total - free)
+        if step == 2:
+            compiled = ort_accel.report(ours).counters["compilations"]
+    more = held[1] - held[0]
+    if more > 64 << 20:
+        return f"{more / 2**20:.0f} MiB more after 100 steps"
+    again = ort_accel.report(ours).counters["compilations"] - compiled
+    return f"{again} graphs were compiled for other lengths" if again else ""
+
+
+def _is_pytorchs(bench: Bench, size: Workload) -> str:
+    """Return a fault if PyTorch does not count ONNX Runtime's memory: the peak is then far below eager's."""
+    model, batch = bench.model(size)
+    peaks = []
+    for one in (model, accelerated(model, memory={"external_allocator": True})):
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            bench.step(one, batch)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    return "" if peaks[1] > peaks[0] / 4 else f"PyTorch counts {peaks[1]:,} bytes, {peaks[0]:,} in eager mode"
+
+
+def check_offload(bench: Bench) -> None:
+    """Move values to host memory between forward and backward: all of them, and those that a budget chooses."""
+    size = bench.workload("bert", dropout=0.1)
+    with everything_moved():
+        bench.looked("memory.offload, all that can be", lambda: offload_fault(bench, size, "1TiB"))
+    bench.looked("memory.offload, for a budget", lambda: offload_fault(bench, size, 0.7))
+    if bench.is_cuda:
+        copies, products = rates(bench.device)
+        assumed = f"{FLOPS_PER_MS / LINK_BYTES_PER_MS:,.0f} assumed"
+        ratio = f"{products / copies:,.0f} operations in the time of a byte, {assumed}"
+        bench.figures["link to the host"] = f"{copies / 1e9:.1f} GB/s; {products / 1e12:.1f} TFLOP/s in bf16: {ratio}"
+
+
+@contextmanager
+def everything_moved() -> Iterator[None]:
+    """While this is entered, a budget moves all values that can be, and computes none again."""
+    within, movable = optimizer.within, optimizer.Movable
+    names: list[str] = []
+
+    class Noted(movable):
+        def __init__(self, *how: Any) -> None:
+            super().__init__(*how)
+            names[:] = self.values
+
+    def all_of_them(_: Any, sequences: Any) -> Any:
+        first = next(sequences[0])
+        return [first, dataclasses.replace(first, chosen=Chosen(moved=frozenset(names)))]
+
+    optimizer.within, optimizer.Movable = all_of_them, Noted
+    try:
+        yield
+    finally:
+        optimizer.within, optimizer.Movable = within, movable
+
+
+def offload_fault(bench: Bench, size: Workload, budget: str | float) -> str:
+    """Return how a step that moves values differs from one that moves none, to the bit where that one repeats its bits.
+
+    A peak that does not fall is a fault, too.
+    """
+    model, batch = bench.model(size)
+    plain = accelerated(model, memory={"level": 0})
+    ours = accelerated(model, memory={"budget": budget, "offload": True})
+    (first, again), before = peak_of_steps(bench, plain, batch)
+    (_, found), after = peak_of_steps(bench, ours, batch)
+    memory = list(ort_accel.report(ours).memory.values())[-1]
+    figures = (
+        f"{memory.moved / 2**20:,.1f} MiB moved; peak of a step {before / 2**20:,.1f} MiB, then {after / 2**20:,.1f}"
+    )
+    foreseen = f"{memory.frontier[0].bytes / 2**20:,.1f}, then {memory.frontier[-1].bytes / 2**20:,.1f}"
+    bench.figures[f"memory.offload, budget {budget}"] = f"{figures}; as foreseen {foreseen}"
+    repeated = [name for name, each in first.gradients.items() if torch.equal(each, again.gradients[name])]
+    differing = [name for name in repeated if not torch.equal(found.gradients[name], first.gradients[name])]
+    if found.loss != first.loss or differing:
+        return f"loss {found.loss} where it was {first.loss}, other bits in {', '.join(differing) or 'no gradient'}"
+    far = {name: share for name, share in distances(found, first).items() if not share <= FP32}
+    if far:
+        return f"off by a share of its length: {far}"
+    return "" if after < before or not bench.is_cuda else f"the peak did not fall: {figures}"
+
+
+def peak_of_steps(bench: Bench, model: nn.Module, batch: Batch) -> tuple[tuple[Trace, Trace], int]:
+    """Two steps, and the most bytes of the device that the second one takes."""
+    one = bench.step(model, batch)
+    if not bench.is_cuda:
+        return (one, bench.step(model, batch)), 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    other = bench.step(model, batch)
+    return (one, other), torch.cuda.max_memory_allocated() - before
+
+
+def rates(device: torch.device) -> tuple[float, float]:
+    """Bytes a second from the device into pinned memory, and operations a second of a large product in bf16."""
+    value, factor = (
+        torch.empty(2**28, dtype=torch.uint8, device=device),
+        torch.ones(8192, 8192, device=device).bfloat16(),
+    )
+    pinned = torch.empty_like(value, device="cpu", pin_memory=True)
+
+    def seconds(work: Callable[[], Any]) -> float:
+        work()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(4):
+            work()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 4e3
+
+    copied = seconds(lambda: pinned.copy_(value, non_blocking=True))
+    return value.nbytes / copied, 2 * factor.shape[0] ** 3 / seconds(lambda: factor @ factor)
+
+
+def measure(bench: Bench, workload: Workload, precision: str) -> None:
+    """Time forward and backward in eager PyTorch, in Inductor and on ort_accel, in turns, and profile one step each."""
+    model, batch = bench.model(workload)
+    compiled = copy.deepcopy(model)
+    compiled.compile()
+    models = {EAGER: model, INDUCTOR: compiled, ORT_ACCEL: accelerated(model)}
+
+    def run(one: nn.Module) -> None:
+        one.zero_grad(set_to_none=True)
+        with bench.autocast(precision):
+            loss = one(**batch).loss
+        loss.backward()
+        bench.settle()
+
+    first = in_turns({name: lambda one=one: run(one) for name, one in models.items()}, 1, warmup=0)
+    seconds = in_turns({name: lambda one=one: run(one) for name, one in models.items()}, bench.rounds, warmup=2)
+    others = {name: values for name, values in seconds.items() if name != ORT_ACCEL}
+    bench.times.append(
+        {
+            "workload": str(dataclasses.replace(workload, precision=precision)),
+            "first_step": {name: values[0] for name, values in first.items()},
+            "seconds": {name: summary(values).to_dict() for name, values in seconds.items()},
+            "ratios": {name: compare(values, seconds[ORT_ACCEL]).to_dict() for name, values in others.items()},
+            "peak_bytes": {name: peak_of_steps(bench, one, batch)[1] for name, one in models.items()},
+            "profiles": {name: profiled(bench, lambda one=one: run(one)) for name, one in models.items()},
+            "report": ort_accel.report(models[ORT_ACCEL]).to_dict(),
+        }
+    )
+
+
+def profiled(bench: Bench, step: Callable[[], None]) -> dict[str, Any]:
+    """The kernels of one step with their times, and how long the device was busy."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if bench.is_cuda else [])]
+    with profile(activities=activities) as found:
+        step()
+    device = bench.device.type
+    rows = [
+        (event.key, event.count, getattr(event, f"self_{'device' if bench.is_cuda else 'cpu'}_time_total"))
+        for event in found.key_averages()
+        if not bench.is_cuda or "cuda" in str(event.device_type).lower()
+    ]
+    rows.sort(key=lambda row: -row[2])
+    return {
+        "device": device,
+        "busy_us": round(sum(row[2] for row in rows)),
+        "launches": sum(row[1] for row in rows),
+        "kernels": [
+            {"name": name[:160], "count": count, "us": round(spent)} for name, count, spent in rows[:KERNELS_LISTED]
+        ],
+    }
