@@ -35,6 +35,8 @@ class Device:
     current: Stream = field(init=False)
     sessions: list[dict[str, Any]] = field(default_factory=list)
     """The settings with which sessions were made."""
+    waits: int = 0
+    """How often the host waited for the device."""
 
     def __post_init__(self) -> None:
         self.current = self.default
@@ -48,6 +50,7 @@ def cuda_device(monkeypatch) -> Device:
     monkeypatch.setattr(torch.cuda, "default_stream", lambda *_: made.default)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: made.current)
     monkeypatch.setattr(torch._subclasses.fake_tensor, "init_gpu_context", lambda _: None)  # asks the driver
+    monkeypatch.setattr(Place, "settle", lambda _: setattr(made, "waits", made.waits + 1))
     create = onnxruntime.InferenceSession
 
     def on_the_cpu(model: bytes, options: Any, providers: list[Any], **how: Any) -> Any:

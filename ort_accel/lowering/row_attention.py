@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ort_accel.lowering import varlen_attention
 from ort_accel.lowering.attention_kernels import PYTORCH, Failed, How, Kernels
 from ort_accel.lowering.attention_precision import added
 from ort_accel.runtime.plain_blocks import packed
@@ -153,6 +154,8 @@ class _Told(NamedTuple):
     """Whether each row of queries has keys to look at, so that something is written for it."""
     all_answer: bool
     """Whether each row of keys is looked at."""
+    lengths: varlen_attention.Lengths | None
+    """What a CUDA device runs all sequences by, in one launch; None where that cannot be."""
 
 
 _KNOWN: MutableMapping[Tensor, _Told] = WeakIdKeyDictionary()
@@ -170,9 +173,32 @@ def _told(spans: Tensor, query_rows: Tensor, key_rows: Tensor) -> _Told:
         found.append(_Sequence(number, asking, _stretch(key_rows, keys, first_key, end_key), kind))
     attending = [sequence for sequence in found if sequence.pairs]
     asked, answered = (sum(getattr(one, side).length for one in attending) for side in ("queries", "keys"))
-    told = _Told(query_rows, key_rows, found, {}, asked == len(queries), answered == len(keys))
+    all_ask, all_answer = asked == len(queries), answered == len(keys)
+    lengths = _lengths(found, spans.device) if all_ask and all_answer else None
+    told = _Told(query_rows, key_rows, found, {}, all_ask, all_answer, lengths)
     _KNOWN[spans] = told
     return told
+
+
+def _lengths(sequences: Sequence[_Sequence], device: torch.device) -> varlen_attention.Lengths | None:
+    if not _has_varlen(device) or any(sequence.kind == MASKED for sequence in sequences):
+        return None
+    queries = [(one.queries.begin, one.queries.end) for one in sequences]
+    keys = [(one.keys.begin, one.keys.end) for one in sequences]
+    kinds = {one.kind for one in sequences if one.pairs > 1}  # one query and one key are causal and full
+    return None if len(kinds) > 1 else varlen_attention.lengths_of(queries, keys, CAUSAL in kinds, device)
+
+
+def _has_varlen(device: torch.device) -> bool:
+    """True where PyTorch has variable-length kernels."""
+    return device.type == "cuda"
+
+
+def _varlen(query: Tensor, value: Tensor, pairs: _Pairs) -> varlen_attention.Lengths | None:
+    """How one launch runs all sequences; None where it cannot."""
+    if not _has_varlen(query.device) or pairs.kept is not None or not varlen_attention.runs(query, value):
+        return None
+    return pairs.told.lengths
 
 
 def _stretch(rows: Tensor, places: Sequence[int], begin: int, end: int) -> _Stretch:
@@ -198,6 +224,8 @@ def attention(
     """The result, and what only the fused kernel keeps for its gradient: the logarithm of each row's sum."""
     pairs = _Pairs(spans, query_rows, key_rows, mask, kept)
     given = query, key, value, pairs, keep, scale
+    if lengths := _varlen(query, value, pairs):
+        return varlen_attention.forward(query, key, value, lengths, scale)
     if _is_fused(query, kept) or _drops(kernels, query, pairs):
         with suppress(Failed):
             return _by_kernels(kernels, *given)
@@ -239,6 +267,8 @@ def attention_backward(
     """The gradients of query, key and value."""
     pairs = _Pairs(spans, query_rows, key_rows, mask, kept)
     given = query, key, value, pairs, keep, scale
+    if lengths := _varlen(query, value, pairs):
+        return varlen_attention.backward(grad, query, key, value, (out, logsumexp), lengths, scale)
     if _is_fused(query, kept) or _drops(kernels, query, pairs):
         with suppress(Failed):
             return _by_kernels_backward(kernels, (grad, out, logsumexp), *given)

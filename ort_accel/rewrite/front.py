@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Any
@@ -71,8 +71,7 @@ class Front:
     @torch.no_grad()
     def __call__(self, inputs: Sequence[Any], with_tables: bool = True) -> Batch:
         """Look at a batch, on the device that it is on; without tables, only at how much of it counts."""
-        device = next((item.device for item in inputs if isinstance(item, Tensor) and item.is_cuda), None)
-        with device or nullcontext():
+        with _device_of(inputs):
             return self._look(inputs, with_tables)
 
     def _look(self, inputs: Sequence[Any], with_tables: bool) -> Batch:
@@ -101,6 +100,10 @@ class Front:
 
     def example(self, inputs: Sequence[Any]) -> list[Tensor]:
         """Tables of the right form, with every row in every set; none where there are too few rows."""
+        with _device_of(inputs):
+            return self._example(inputs)
+
+    def _example(self, inputs: Sequence[Any]) -> list[Tensor]:
         values: dict[str, int] = {}
         self._symbols.read(list(inputs), values)
         counts = [self.size(item.count, values) for item in self.plan.sets]
@@ -128,6 +131,11 @@ class Front:
             return size
         function = self._sizes.setdefault(size, SizeFunction([size]))
         return function(values)[0]
+
+
+def _device_of(inputs: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Make new tensors on the CUDA device of a batch; on the CPU where it is there."""
+    return next((item.device for item in inputs if isinstance(item, Tensor) and item.is_cuda), nullcontext())
 
 
 def _link_key(attention: Attention, queries: RowSet, keys: RowSet) -> Any:

@@ -196,8 +196,9 @@ class Packing(fx.Interpreter):
             place = torch.where(listed < 0, listed + length, listed)
         else:
             place = index if index >= 0 else length + index
-        wanted = torch.arange(batch) * length + place
-        numbers = self.places(value.rows).index_select(0, wanted)
+        places = self.places(value.rows)
+        wanted = torch.arange(batch, device=places.device) * length + place
+        numbers = places.index_select(0, wanted)
         return _take(value.tensor, numbers, batch)
 
     def _of_slice(self, node: fx.Node, dims: Dims, rows: RowSet) -> Tensor:
@@ -301,7 +302,8 @@ def _rows_first(dense: Tensor, dims: Dims) -> Tensor:
 
 def _take(source: Tensor, numbers: Tensor, count: Any) -> Tensor:
     """Rows by their numbers, of which there are `count`; no row is taken twice."""
-    back = torch.full([source.shape[0]], -1, dtype=torch.long).index_copy(0, numbers, torch.arange(count))
+    back = torch.full([source.shape[0]], -1, dtype=torch.long, device=source.device)
+    back = back.index_copy(0, numbers, torch.arange(count, device=source.device))
     return own.rows_of(source, numbers, back)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -150,6 +151,9 @@ class Session:
             self._options.add_run_config_entry(SHRINKAGE, CPU_POOL)
         if settings.place.is_cuda:  # PyTorch's own work comes behind it on the same stream
             self._options.add_run_config_entry(NOT_SYNCHRONIZED, "1")
+            # A run frees its pinned memory in a callback of the stream. Where that callback held the last reference to
+            # the session's allocator, CUDA would be called from the callback, which ends the process.
+            weakref.finalize(self, settings.place.settle)
 
     def __call__(self, feeds: Sequence[OrtValue], into: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """Run on these inputs, in the order given at the start. Results are written into these tensors; without them

@@ -34,6 +34,8 @@ class Rewritten:
         self.reasons: list[str] = []
         """Why graphs were left whole."""
         self.ran: Counter[str] = Counter()
+        self.inputs: list[Sequence[Any]] = []
+        """The inputs of graphs, as they were compiled."""
         self._call = torch.compile(module._call_impl, backend=self._compile, dynamic=True)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -66,6 +68,7 @@ class Rewritten:
             self.reasons.append(str(reason))
             return module.forward
         self.proposals.append(proposal)
+        self.inputs.append(hints(inputs))
         tables = tables_of(proposal.front(hints(inputs)))
         if not tables:
             return self._run(module, proposal, None, lambda _: True)

@@ -75,6 +75,14 @@ def test_on_one_stream_a_run_waits_for_nothing(cuda_device):
     assert run._options.get_run_config_entry(cuda.NOT_SYNCHRONIZED) == "1"
 
 
+def test_a_session_that_is_dropped_waits_for_its_work_to_end(cuda_device):
+    run = session(ONE)
+    run([to_ort(torch.ones(3))])
+    waits = cuda_device.waits
+    del run
+    assert cuda_device.waits == waits + 1
+
+
 def test_on_another_stream_either_waits_for_the_other(cuda_device):
     run, other = session(ONE), Stream(8192)
     cuda_device.current = other
