@@ -95,9 +95,9 @@ def backward(
         return of_query, of_key, of_value
     out, sums, seed, offset, longest_query, longest_key = _efficient(query, key, value, lengths, scale, with_sums=True)
     batch = (_batch(item) for item in (grad, query, key, value))
-    given = [*map(_batch, (grad, query, key, value)), None, out, lengths.queries, lengths.keys]
+    of_pass = (*map(_batch, (grad, query, key, value)), None, out, lengths.queries, lengths.keys)
     kept = (longest_query, longest_key, sums, 0.0, seed, offset, _mask(lengths), False)
-    *grads, _ = aten._efficient_attention_backward(*given, *kept, scale=scale)
+    *grads, _ = aten._efficient_attention_backward(*of_pass, *kept, scale=scale)
     of_query, of_key, of_value = (item.squeeze(0) for item in grads)
     return of_query, of_key, of_value
 
