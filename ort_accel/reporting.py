@@ -217,6 +217,24 @@ class Race:
     chosen: str
 
 
+@dataclass(frozen=True)
+class StepComparison:
+    """Training steps of the engine beside eager PyTorch's, as they were last compared."""
+
+    runner: str
+    """Who runs the steps from then on: `ort_accel` or `eager PyTorch`."""
+    ratio: float
+    """How long the engine's step takes, in times of eager PyTorch's; the median of the last pairs."""
+    pairs: int
+    """How many pairs of steps were compared since the training began."""
+    step: int
+    """The training step at which they were last compared."""
+
+    def __str__(self) -> str:
+        took = f"a training step takes {self.ratio:.2f} times as long on the engine as in eager PyTorch"
+        return f"{took} ({self.pairs} pairs of steps, the last at step {self.step}); {self.runner} runs the next ones"
+
+
 class PlanKind(IntEnum):
     """What is done with what the forward keeps; a user's plans ask for the first three."""
 
@@ -336,6 +354,8 @@ class Report:
     segments: list[Segment] = field(default_factory=list)
     races: list[Race] = field(default_factory=list)
     """What `compute.tuning` timed."""
+    comparison: StepComparison | None = None
+    """None where no steps were compared with eager PyTorch's."""
     timings: dict[str, float] = field(default_factory=dict)
     """Seconds of start-up work, by phase; a phase inside of another counts for itself only."""
     counters: Counter[str] = field(default_factory=Counter)
@@ -424,6 +444,7 @@ class Report:
                 for f in self.fallbacks
             ],
             "races": [asdict(item) for item in self.races],
+            "comparison": asdict(self.comparison) if self.comparison else None,
             "memory": [asdict(item) for item in self.memory.values()],
             "measured_peak": asdict(self.measured_peak) if self.measured_peak else None,
             "timings": dict(self.timings),

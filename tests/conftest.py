@@ -5,9 +5,12 @@ import gc
 import pytest
 from torch._dynamo.pgo import reset_code_state
 
+from ort_accel.capture import eager_comparison
 from tests.pretend_cuda import cuda_device
 
 __all__ = ["cuda_device"]
+
+WHY_NOT = eager_comparison.why_not
 
 
 def pytest_collection_finish() -> None:
@@ -15,6 +18,18 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(autouse=True)
+def engine_runs_every_step(monkeypatch) -> None:
+    """Tests are of the engine: its steps take no turns with eager mode's, but where a test asks for it."""
+    monkeypatch.setattr(eager_comparison, "why_not", lambda *_: "switched off for tests")
+
+
+@pytest.fixture
+def compared_with_eager(monkeypatch, engine_runs_every_step) -> None:
+    """Steps are compared with eager mode's, as they are in a training."""
+    monkeypatch.setattr(eager_comparison, "why_not", WHY_NOT)
 
 
 @pytest.fixture(autouse=True)

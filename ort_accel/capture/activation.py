@@ -57,9 +57,18 @@ class Compiled:
         if any(isinstance(leaf, UnreadTensor) for leaf in leaves):
             args, kwargs = read_all((args, kwargs))
             leaves = pytree.tree_leaves((args, kwargs))
-        if self._backend.evaluation.is_in_eager:
-            with self._backend.evaluation.in_eager():
+        if torch.is_grad_enabled():
+            return self._backend.comparison.call(
+                args[0], leaves, lambda: self._on_engine(leaves, args, kwargs), lambda: self._plain(*args, **kwargs)
+            )
+        evaluation = self._backend.evaluation
+        if evaluation.is_in_eager or self._backend.comparison.waits_in_eager:
+            with evaluation.in_eager():
                 return self._plain(*args, **kwargs)
+        return self._on_engine(leaves, args, kwargs)
+
+    def _on_engine(self, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+        """Make a call on what is compiled for it, or compile that."""
         if self._open_sizes is not None:
             self._open_sizes.mark([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
         # On every call: a mode or a `requires_grad` that changes leads to a capture, too.

@@ -26,6 +26,7 @@ from ort_accel.capture.choice import (
     tuner,
 )
 from ort_accel.capture.dynamo import FOR_DYNAMO
+from ort_accel.capture.eager_comparison import EagerComparison
 from ort_accel.capture.evaluation import Evaluation
 from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features, refuse_missing
@@ -105,6 +106,7 @@ class Backend:
         self.skipping = SkippingPolicy(config, self.report)
         insists = divides_alike(config, settings) or self.place.is_cuda or config.engine.fallback == "error"
         self.evaluation = Evaluation(config.engine.compile_evaluation, not insists, report)
+        self.comparison = EagerComparison(config, report, self.place.device, sees_steps=sees_steps)
         self.foreseen = Foreseen()
         cutter = partial(foreseen, lowering=self.lowering)
         holding = Holding(
@@ -127,6 +129,7 @@ class Backend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         refuse_forbidden(module, self.config.engine)
         refuse_moved(inputs, self.place)
+        self.comparison.captured(module)
         self._is_broken |= breaks_off(module) or is_in_parts()
         known = len(self.report.segments)
         try:

@@ -13,7 +13,7 @@ from ort_accel.errors import OrtAccelError
 CPU = torch.device("cpu")
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def generator_of(device: torch.device) -> torch.Generator:
     """What random numbers on a device come from."""
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
@@ -26,7 +26,7 @@ class EagerAgain:
         self._eager, self._inputs, self._told = eager, inputs, told
         self._versions = _versions(inputs)
         self._device = next((item.device for item in inputs if isinstance(item, Tensor) and item.is_cuda), CPU)
-        self._random = _generator(self._device).get_state()
+        self._random = generator_of(self._device).get_state()
         self._gradients = torch.is_grad_enabled()
         kind = self._device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -45,7 +45,7 @@ class EagerAgain:
                 )
             self._told()
             enabled, dtype = self._autocast
-            generator = _generator(self._device)
+            generator = generator_of(self._device)
             present = generator.get_state()
             generator.set_state(self._random)
             cast = torch.autocast(self._device.type, dtype, enabled=enabled)

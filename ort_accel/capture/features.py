@@ -30,6 +30,7 @@ OBEYED = (
     "engine.threads",
     "engine.dynamic_shapes",
     "engine.compile_evaluation",
+    "engine.compare_with_eager",
     "engine.fallback",
     "engine.fallback_retry",
     "engine.run_in_pytorch",

@@ -94,7 +94,6 @@ def backward(
         )
         return of_query, of_key, of_value
     out, sums, seed, offset, longest_query, longest_key = _efficient(query, key, value, lengths, scale, with_sums=True)
-    batch = (_batch(item) for item in (grad, query, key, value))
     of_pass = (*map(_batch, (grad, query, key, value)), None, out, lengths.queries, lengths.keys)
     kept = (longest_query, longest_key, sums, 0.0, seed, offset, _mask(lengths), False)
     *grads, _ = aten._efficient_attention_backward(*of_pass, *kept, scale=scale)

@@ -15,6 +15,13 @@ from ort_accel.observe.freed_memory import of_c_library
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _PAGES = Path("/proc/self/statm")
+_MACHINE = Path("/proc/meminfo")
+_GROUPS = Path("/sys/fs/cgroup")
+_CONTAINER_LIMITS = [
+    (_GROUPS / "memory.max", _GROUPS / "memory.current"),
+    (_GROUPS / "memory/memory.limit_in_bytes", _GROUPS / "memory/memory.usage_in_bytes"),
+]
+"""Where version 2 and version 1 of control groups tell a container's limit and what it uses of it."""
 
 _before_reset = [0]
 
@@ -36,6 +43,26 @@ def resident_now() -> int:
             return int(file.read().split()[1]) * PAGESIZE
     except OSError:
         return 0
+
+
+def available() -> int | None:
+    """Bytes that this process can still take: of the machine, and of its container. None where nothing is told."""
+    try:
+        lines = _MACHINE.read_text().splitlines()
+    except OSError:
+        return None
+    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    limits = [free, _left_in_container()]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _left_in_container() -> int | None:
+    for limit, used in _CONTAINER_LIMITS:
+        try:
+            return max(0, int(limit.read_text()) - int(used.read_text()))
+        except (OSError, ValueError):  # there is no such file, or no limit
+            continue
+    return None
 
 
 def reset_peak() -> bool:

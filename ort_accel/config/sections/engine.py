@@ -46,6 +46,13 @@ class Engine(Section):
     always does at once, as does `auto` on CUDA, with `deterministic`, `fallback: error`, a `placement`, or where memory
     is saved; `false` leaves them to eager mode."""
 
+    compare_with_eager: Literal["auto", False] = "auto"
+    """Whether training steps are compared with eager PyTorch's. `auto` lets the engine and eager mode take turns for
+    some steps, goes on with the faster one, and compares them again from time to time; a model whose steps take
+    milliseconds begins in eager mode until compiling it pays. Random numbers and gradients are eager's either way, up
+    to rounding. It compares nothing with `fallback: error`, `deterministic`, a `placement`, tuning, `save_onnx`,
+    density or `loss_only` set to true, or where memory is held down. `false` lets the engine run every step."""
+
     fallback: Literal["warn", "report", "error"] = "warn"
     """What to do with parts that ONNX Runtime cannot run. PyTorch runs them; `warn` says so once in the log, `report`
     only in the report, `error` stops with a list of all of them. Choose `error` when every operator must be
