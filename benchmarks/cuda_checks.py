@@ -47,6 +47,10 @@ FP32, HALF = 1e-4, 3.0
 KERNELS_LISTED = 30
 """The kernels of a profiled step that are written down, the longest first."""
 
+DEFAULT = "ort_accel, as it comes"
+STEPS_TO_DECIDE = 24
+"""Steps in which ort_accel finds out whether the engine or eager PyTorch is faster."""
+
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 Options = Mapping[str, Any]
@@ -132,35 +136,45 @@ class Check:
 
 def checks(bench: Bench) -> list[Check]:
     """All checks for a device, the most telling first."""
+    large = {"batch": 64, "length": 512}
     every = [
         Check("the provider", check_provider, on_cuda_only=True),
         *model_checks(bench, [("bert", "fp32"), ("bert", "bf16")]),
-        Check("time of bert, bf16", lambda b: measure(b, b.workload("bert"), "bf16")),
-        *model_checks(bench, [(model, "bf16") for model in ("llama", "gpt2", "t5", "bert-mlm", "vit")]),
-        Check("time of llama, bf16", lambda b: measure(b, b.workload("llama"), "bf16")),
-        Check("time of bert, 40 % valid, bf16", lambda b: measure(b, b.workload("bert", density=0.4), "bf16")),
         *option_checks(bench),
+        timing(bench.workload("bert", **large), "bf16", with_default=True),
+        timing(bench.workload("bert", density=0.4, **large), "bf16"),
+        *model_checks(bench, [(model, "bf16") for model in ("llama", "gpt2", "t5", "bert-mlm", "vit")]),
+        timing(bench.workload("llama"), "bf16"),
         *sharing_checks(bench),
         *operator_checks("fp32"),
-        *model_checks(bench, [(model, "fp32") for model in ("llama", "gpt2", "t5", "bert-mlm", "vit")]),
         Check("values in host memory", check_offload),
-        *model_checks(bench, [(model, "fp16") for model in ("bert", "llama", "gpt2", "t5", "bert-mlm", "vit")]),
+        timing(bench.workload("bert"), "bf16"),
         *operator_checks("bf16"),
+        *model_checks(bench, [(model, "fp32") for model in ("llama", "gpt2", "t5", "bert-mlm", "vit")]),
+        *model_checks(bench, [(model, "fp16") for model in ("bert", "llama", "gpt2", "t5", "bert-mlm", "vit")]),
         *operator_checks("fp16"),
-        Check("time of bert, fp32", lambda b: measure(b, b.workload("bert"), "fp32")),
-        Check("time of bert, fp16", lambda b: measure(b, b.workload("bert"), "fp16")),
-        Check("time of bert with dropout, bf16", lambda b: measure(b, b.workload("bert", dropout=0.1), "bf16")),
+        timing(bench.workload("bert"), "fp32"),
+        timing(bench.workload("bert"), "fp16"),
+        timing(bench.workload("bert", dropout=0.1), "bf16"),
     ]
     wanted = [each for each in every if bench.is_cuda or not each.on_cuda_only]
-    return [each for each in wanted if not bench.tiny or each.name in TRIED_WHEN_TINY]
+    first_time = next(each.name for each in wanted if each.name.startswith("time of"))
+    return [each for each in wanted if not bench.tiny or each.name in {*TRIED_WHEN_TINY, first_time}]
 
 
-TRIED_WHEN_TINY = {"bert, fp32", "bert, bf16", "time of bert, bf16", "bert, padded, fp32", "operator add, fp32"}
+TRIED_WHEN_TINY = {"bert, fp32", "bert, bf16", "bert, padded, fp32", "llama, padded, bf16", "operator add, fp32"}
+
+
+def timing(workload: Workload, precision: str, *, with_default: bool = False) -> Check:
+    """One check that times a step."""
+    name = f"time of {dataclasses.replace(workload, precision=precision)}"
+    return Check(name, lambda bench: measure(bench, workload, precision, with_default=with_default))
 
 
 def accelerated(model: nn.Module, **options: Options) -> nn.Module:
-    """A copy of a model on ONNX Runtime."""
-    config = {"version": 1, "observe": {"log_level": "error"}, **options}
+    """A copy of a model whose every step runs on the engine."""
+    engine = {"compare_with_eager": False, **options.pop("engine", {})}
+    config = {"version": 1, "observe": {"log_level": "error"}, "engine": engine, **options}
     return ort_accel.accelerate(copy.deepcopy(model), config)
 
 
@@ -233,16 +247,20 @@ def model_checks(bench: Bench, wanted: list[tuple[str, str]]) -> list[Check]:
 def option_checks(bench: Bench) -> list[Check]:
     """A model with padding, with dropout, and with attention written as products."""
     size = bench.workload("bert", layers=2)
-    cases: dict[str, tuple[Workload, Options]] = {
-        "bert, padded, fp32": (bench.workload("bert", layers=2, density=0.4), {"density": {"padding": True}}),
-        "bert, with dropout, fp32": (bench.workload("bert", layers=2, dropout=0.2), {}),
-        "bert, attention as products, fp32": (size, {"compute": {"attention": "products"}}),
-        "bert, memory.level 1, fp32": (size, {"memory": {"level": 1}}),
+    half = bench.workload("bert", layers=2, density=0.4)
+    left_out: Options = {"density": {"padding": True}}
+    cases: dict[str, tuple[Workload, str, Options]] = {
+        "bert, padded, fp32": (half, "fp32", left_out),
+        "bert, padded, bf16": (half, "bf16", left_out),
+        "llama, padded, bf16": (bench.workload("llama", layers=2, density=0.5, labelled=0.3), "bf16", left_out),
+        "bert, with dropout, fp32": (bench.workload("bert", layers=2, dropout=0.2), "fp32", {}),
+        "bert, attention as products, fp32": (size, "fp32", {"compute": {"attention": "products"}}),
+        "bert, memory.level 1, fp32": (size, "fp32", {"memory": {"level": 1}}),
     }
 
     def one(name: str) -> Check:
-        workload, options = cases[name]
-        return Check(name, lambda bench: bench.looked(name, lambda: fault_of(bench, workload, "fp32", **options)))
+        workload, precision, options = cases[name]
+        return Check(name, lambda bench: bench.looked(name, lambda: fault_of(bench, workload, precision, **options)))
 
     return [one(name) for name in cases]
 
@@ -404,12 +422,17 @@ def rates(device: torch.device) -> tuple[float, float]:
     return value.nbytes / copied, 2 * factor.shape[0] ** 3 / seconds(lambda: factor @ factor)
 
 
-def measure(bench: Bench, workload: Workload, precision: str) -> None:
-    """Time forward and backward in eager PyTorch, in Inductor and on ort_accel, in turns, and profile one step each."""
+def measure(bench: Bench, workload: Workload, precision: str, *, with_default: bool = False) -> None:
+    """Time forward and backward in eager PyTorch, in Inductor and on the engine, in turns, and profile one step each.
+
+    `with_default` adds ort_accel as it comes, which runs what it finds faster, the engine or eager PyTorch.
+    """
     model, batch = bench.model(workload)
     compiled = copy.deepcopy(model)
     compiled.compile()
     models = {EAGER: model, INDUCTOR: compiled, ORT_ACCEL: accelerated(model)}
+    if with_default:
+        models[DEFAULT] = accelerated(model, engine={"compare_with_eager": "auto"})
 
     def run(one: nn.Module) -> None:
         one.zero_grad(set_to_none=True)
@@ -419,6 +442,9 @@ def measure(bench: Bench, workload: Workload, precision: str) -> None:
         bench.settle()
 
     first = in_turns({name: lambda one=one: run(one) for name, one in models.items()}, 1, warmup=0)
+    if with_default:
+        for _ in range(STEPS_TO_DECIDE):
+            run(models[DEFAULT])
     seconds = in_turns({name: lambda one=one: run(one) for name, one in models.items()}, bench.rounds, warmup=2)
     others = {name: values for name, values in seconds.items() if name != ORT_ACCEL}
     bench.times.append(

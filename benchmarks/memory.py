@@ -65,7 +65,11 @@ class Way:
         if self.name == CHECKPOINTING:
             model.gradient_checkpointing_enable()  # type: ignore[operator]  # transformers has it, torch does not
         if self.memory is not None:
-            wish: dict[str, Any] = {"memory": self.memory, "observe": {"log_level": "error", "memory_stats": True}}
+            wish: dict[str, Any] = {
+                "engine": {"compare_with_eager": False},
+                "memory": self.memory,
+                "observe": {"log_level": "error", "memory_stats": True},
+            }
             if self.steps_early:
                 wish["memory"] = {**self.memory, "early_gradient_release": True}
                 wish["optimizer"] = {"name": "adamw_ort_fused", "step_in_backward": True}

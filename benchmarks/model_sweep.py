@@ -37,6 +37,8 @@ import ort_accel
 from benchmarks.sweep_tasks import TASKS, Batch, Task
 from benchmarks.sweep_ways import WAYS, Way, difference, rough_difference
 from benchmarks.tiny_models import OTHERWISE, tiny
+from ort_accel.cli.quiet import quiet
+from ort_accel.config import load_config
 from ort_accel.reporting import Reason, Report, Runner
 from ort_accel.runtime.flavor import installed_runtime
 
@@ -227,7 +229,7 @@ def _converted(batch: Batch, model: nn.Module) -> Batch:
 def _compare(model: nn.Module, task: Task, way: Way, outcome: Outcome, config: Any) -> None:
     eager = _prepared(model, way)
     try:
-        ours = ort_accel.accelerate(_prepared(model, way), config)
+        ours = ort_accel.accelerate(_prepared(model, way), quiet(load_config(config)))
         report = ort_accel.report(ours)
         for rows, length in task.sizes:
             before = report.counters["compilations"]
@@ -267,7 +269,7 @@ def _is_rounding(model: nn.Module, way: Way, batch: Batch, config: Any) -> bool:
     itself as much, once each weight is changed by its last bit.
     """
     doubled = copy.deepcopy(model).double()
-    ours = ort_accel.accelerate(copy.deepcopy(doubled), config)
+    ours = ort_accel.accelerate(copy.deepcopy(doubled), quiet(load_config(config)))
     batch = _converted(batch, doubled)
     return not difference(way.step(ours, batch), way.step(doubled, batch))
 

@@ -46,9 +46,9 @@ def run_checks(bench: Bench, record: dict[str, Any], path: Path, deadline: float
             break
         record["under_way"] = each.name
         _write(path, record)
-        _run(each, bench, record)
+        is_usable = _run(each, bench, record)
         _write(path, record)
-        if any(text in finding["detail"] for finding in record["findings"][-1:] for text in UNUSABLE):
+        if not is_usable:
             return GO_ON
     return DONE
 
@@ -57,21 +57,24 @@ def _remaining(every: Sequence[Check], record: Mapping[str, Any]) -> list[Check]
     return [each for each in every if each.name not in record["ended"]]
 
 
-def _run(each: Check, bench: Bench, record: dict[str, Any]) -> None:
-    """Run one check and add what it found to the record."""
+def _run(each: Check, bench: Bench, record: dict[str, Any]) -> bool:
+    """Run one check and add what it found to the record; False if the device cannot be used any more."""
     try:
         each.run(bench)
     except Exception as error:
         bench.findings.append(Finding(each.name, False, f"{type(error).__name__}: {str(error)[:1000]}"))
+    is_usable = not any(text in finding.detail for finding in bench.findings for text in UNUSABLE)
     record["findings"] += [dataclasses.asdict(finding) for finding in bench.findings]
     record["figures"] |= bench.figures
     record["times"] += bench.times
-    bench.findings.clear(), bench.times.clear()
     record["ended"].append(each.name)
     record["under_way"] = None
+    bench.findings.clear()
+    bench.times.clear()
     torch._dynamo.reset()
-    if bench.is_cuda and not any(text in str(record["findings"][-1:]) for text in UNUSABLE):
+    if bench.is_cuda and is_usable:
         torch.cuda.empty_cache()
+    return is_usable
 
 
 def _write(path: Path, record: Mapping[str, Any]) -> None:
@@ -90,6 +93,15 @@ def _begun(path: Path) -> dict[str, Any]:
         record["under_way"] = None
         _write(path, record)
     return record
+
+
+def _drop_faults(path: Path) -> None:
+    """Forget the checks of an earlier run that found a fault, so that they run again."""
+    record = _begun(path)
+    faulty = {finding["name"] for finding in record["findings"] if not finding["is_right"]}
+    record["findings"] = [finding for finding in record["findings"] if finding["is_right"]]
+    record["ended"] = [name for name in record["ended"] if name not in faulty]
+    _write(path, record)
 
 
 def _child(options: argparse.Namespace) -> int:
@@ -129,6 +141,7 @@ def supervise(options: argparse.Namespace) -> None:
         if not options.out.exists():
             raise SystemExit(f"the checks could not begin: exit code {code}")
     options.record = _begun(options.out)
+    _write(options.out, options.record)
 
 
 def tables(record: Mapping[str, Any]) -> Iterator[Table]:
@@ -161,7 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.deadline:
         return _child(options)
     options.out = options.out or RESULTS / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}-{options.device}.json"
-    options.out.unlink(missing_ok=True)
+    if options.resume:
+        _drop_faults(options.out)
+    else:
+        options.out.unlink(missing_ok=True)
     options.deadline = time.time() + options.budget
     supervise(options)
     console = Console(width=140)
@@ -177,6 +193,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10, help="rounds of each timed step")
     parser.add_argument("--tiny", action="store_true", help="small models and few checks: tries the script")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; default: one in benchmarks/results/")
+    parser.add_argument("--resume", action="store_true", help="go on with the file, and repeat what was wrong in it")
     parser.add_argument("--deadline", type=float, default=0.0, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
