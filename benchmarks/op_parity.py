@@ -219,7 +219,8 @@ def _near(actual: Any, expected: Any, exact: Any) -> bool:
 
 def ort_backend(report: Report, device: torch.device = CPU) -> Backend:
     """The backend, with ONNX Runtime made to run whatever has a lowering, and to fail aloud."""
-    backend = Backend(load_config({"version": 1, "engine": {"fallback": "report", "threads": 1}}), report, device)
+    config = load_config({"version": 1, "engine": {"fallback": "report", "threads": 1}})
+    backend = Backend(config, report, device, sees_steps=False)
 
     def fail(*what: Any) -> NoReturn:
         raise what[-1]
