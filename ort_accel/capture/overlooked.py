@@ -7,12 +7,14 @@ where `d[key]` raised. It uses what is private to torch; checked with torch 2.11
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import GlobalStateSource
@@ -39,6 +41,23 @@ def guard_overlooked(graph: fx.Graph) -> None:
         called = frozenset(str(node.target) for node in graph.find_nodes(op="call_method"))
         create = partial(_create, of_tensors=called, traced=frozenset(context.traced_code))
         context.guards_context.dynamo_guards.add(GlobalStateSource().make_guard(create))
+
+
+@contextmanager
+def as_captured(graph: fx.Graph) -> Iterator[None]:
+    """While this is entered, `torch.nn.functional` has the functions that a graph calls under their own names.
+
+    Dynamo has followed a function that somebody put around one of them, so the graph has what that one does. Tracing
+    finds a function by its name where it has overrides, and would do the same a second time.
+    """
+    targets = {node.target for node in graph.nodes if isinstance(node.target, FunctionType)}
+    own = {each.__name__: each for each in targets if each.__module__ == F.__name__}
+    around = {name: vars(F)[name] for name, each in own.items() if vars(F).get(name, each) is not each}
+    vars(F).update({name: own[name] for name in around})
+    try:
+        yield
+    finally:
+        vars(F).update(around)
 
 
 def _create(builder: GuardBuilder, guard: Guard, of_tensors: frozenset[str], traced: frozenset[CodeType]) -> None:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -22,7 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ort_accel.capture import dynamo
-from tests.against_eager import Trace, assert_same, compilations, not_compiled, pair, report, step
+from ort_accel.config import load_config
+from ort_accel.engine import accelerate_layers
+from ort_accel.reporting import State
+from tests.against_eager import ATOL, RTOL, Trace, assert_same, compilations, pair, report, step
 
 HERE = sys.modules[__name__]
 SWITCH = "ORT_ACCEL_TESTS_SWITCH"
@@ -297,7 +300,10 @@ OF_A_MODEL: dict[str, Change] = {
     "another_block": block_at(0, lambda _: seeded(Block)),
     "another_leaf": lambda m: patch.object(first(m), "linear", seeded(lambda: nn.Linear(6, 6))),
     "a_leaf_of_another_class": lambda m: patch.object(first(m), "linear", seeded(lambda: DoubledLinear(6, 6))),
-    "class_of_a_leaf": lambda m: patch.object(first(m).linear, "__class__", DoubledLinear),
+    "class_of_a_leaf": lambda m: done_and_undone(
+        lambda: setattr(first(m).linear, "__class__", DoubledLinear),
+        lambda: setattr(first(m).linear, "__class__", nn.Linear),
+    ),
     "another_activation": lambda m: patch.object(first(m), "act", nn.ReLU()),
     "quantized": lambda m: patch.object(first(m), "linear", QuantizedLinear(first(m).linear)),
     "one_more_block": lambda m: done_and_undone(
@@ -411,39 +417,119 @@ def assert_as_eager(eager: Net, ours: Net) -> Trace:
     return expected
 
 
-def assert_followed(change: Change, of_the_process: bool, has_effect: bool = True) -> None:
-    torch.manual_seed(0)
-    eager, ours = pair(Net())
+@pytest.fixture(scope="module")
+def models() -> Callable[[str], tuple[Net, Net]]:
+    """For each family of changes a model in eager mode and one on the engine, which go through all of them."""
+
+    @functools.cache
+    def for_family(family: str) -> tuple[Net, Net]:
+        torch.manual_seed(0)
+        return pair(Net())
+
+    return for_family
+
+
+def assert_followed(models: tuple[Net, Net], change: Change, of_the_process: bool, has_effect: bool = True) -> None:
+    eager, ours = models
     before = assert_as_eager(eager, ours)
     with ExitStack() as stack:
         for model in (eager,) if of_the_process else (eager, ours):
             stack.enter_context(change(model))
         after = assert_as_eager(eager, ours)
+        compiled = compilations(ours)
         assert_as_eager(eager, ours)
+        assert compilations(ours) == compiled, "the second step with a change compiles nothing"
     assert_as_eager(eager, ours)
     assert differ(before, after) == has_effect, "this change does not show what it is to show"
 
 
 @pytest.mark.parametrize("kind", HOOKS)
-def test_hooks(kind):
-    assert_followed(HOOKS[kind], of_the_process=False)
+def test_hooks(kind, models):
+    assert_followed(models("hooks"), HOOKS[kind], of_the_process=False)
 
 
 @pytest.mark.parametrize("kind", HOOKS_ON_ALL_MODULES)
-def test_hooks_on_all_modules(kind):
-    assert_followed(HOOKS_ON_ALL_MODULES[kind], of_the_process=True)
+def test_hooks_on_all_modules(kind, models):
+    assert_followed(models("hooks"), HOOKS_ON_ALL_MODULES[kind], of_the_process=True)
 
 
 @pytest.mark.parametrize("kind", OF_A_MODEL)
-def test_a_change_of_the_model(kind):
-    assert_followed(OF_A_MODEL[kind], of_the_process=False)
+def test_a_change_of_the_model(kind, models):
+    assert_followed(models("model"), OF_A_MODEL[kind], of_the_process=False)
 
 
 @pytest.mark.parametrize("kind", OF_THE_PROCESS)
-def test_a_change_around_the_model(kind):
-    assert_followed(OF_THE_PROCESS[kind], of_the_process=True)
+def test_a_change_around_the_model(kind, models):
+    assert_followed(models("process"), OF_THE_PROCESS[kind], of_the_process=True)
 
 
 @pytest.mark.parametrize("kind", WITHOUT_EFFECT_HERE)
-def test_a_setting_of_pytorch(kind):
-    assert_followed(WITHOUT_EFFECT_HERE[kind], of_the_process=True, has_effect=False)
+def test_a_setting_of_pytorch(kind, models):
+    assert_followed(models("process"), WITHOUT_EFFECT_HERE[kind], of_the_process=True, has_effect=False)
+
+
+def test_hooks_see_what_eager_modes_see():
+    """A hook is called as often, with the same values."""
+    seen: dict[bool, list[torch.Tensor]] = {}
+    eager, ours = pair(Net())
+    assert_as_eager(eager, ours)
+    for model in (eager, ours):
+        kept = seen.setdefault(model is ours, [])
+        with model.blocks[1].register_forward_hook(
+            lambda module, args, output, kept=kept: kept.append(output.detach())
+        ):
+            taken(model)
+            taken(model)
+        taken(model)
+    assert len(seen[False]) == 2
+    torch.testing.assert_close(seen[True], seen[False], rtol=RTOL, atol=ATOL)
+
+
+def test_an_error_in_a_hook_is_raised():
+    eager, ours = pair(Net())
+    assert_as_eager(eager, ours)
+
+    def refuse(module, args, output):
+        raise ValueError("no further")
+
+    with first(ours).register_forward_hook(refuse), pytest.raises(ValueError, match="no further"):
+        taken(ours)
+    assert_as_eager(eager, ours)
+
+
+def test_more_changes_than_dynamo_compiles_for(monkeypatch):
+    """Beyond the limit a model runs in eager mode, with the hooks that it then has, and the report says so."""
+    monkeypatch.setattr(dynamo, "COMPILATIONS", 3)
+    eager, ours = pair(Net())
+    for factor in range(1, 7):
+        with ExitStack() as stack:
+            for model in (eager, ours):
+                stack.enter_context(forward_of(first(model), lambda forward, by=factor: lambda x: forward(x) * by))
+                stack.enter_context(first(model).register_forward_hook(twice))
+            assert_as_eager(eager, ours)
+    assert_as_eager(eager, ours)
+    assert report(ours).fallbacks
+
+
+def test_sessions_follow_pytorch(monkeypatch):
+    """Sessions of what is compiled later run as PyTorch is set then."""
+    eager, ours = pair(Net())
+    assert_as_eager(eager, ours)
+    assert report(ours).features["engine.deterministic"].state is State.OFF
+    with setting(torch.use_deterministic_algorithms, True, False)(ours):
+        assert_as_eager(eager, ours)
+        assert report(ours).features["engine.deterministic"].state is State.APPLIED
+    with setting(torch.set_num_threads, 1, torch.get_num_threads())(ours):
+        assert_as_eager(eager, ours)
+        assert " 1 threads" in report(ours).features["engine"].effect
+
+
+def test_a_layer_that_runs_by_itself():
+    eager, ours = pair(Net())
+    accelerate_layers(ours, load_config(None), list(ours.blocks))
+    assert_as_eager(eager, ours)
+    with patch.object(Block, "forward", doubling(Block.forward)):
+        assert_as_eager(eager, ours)
+    with first(eager).linear.register_forward_hook(twice), first(ours).linear.register_forward_hook(twice):
+        assert_as_eager(eager, ours)
+    assert_as_eager(eager, ours)
