@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import GlobalStateSource
 from torch._dynamo.variables.dicts import ConstDictVariable
@@ -38,8 +38,7 @@ def guard_overlooked(graph: fx.Graph) -> None:
     """Let what is being compiled be compiled anew when methods that it inlined, or hooks on all modules, change."""
     context = TracingContext.try_get()
     if context is not None:
-        called = frozenset(str(node.target) for node in graph.find_nodes(op="call_method"))
-        create = partial(_create, of_tensors=called, traced=frozenset(context.traced_code))
+        create = partial(_create, of_tensors=_methods_called(graph), traced=frozenset(context.traced_code))
         context.guards_context.dynamo_guards.add(GlobalStateSource().make_guard(create))
 
 
@@ -50,6 +49,8 @@ def as_captured(graph: fx.Graph) -> Iterator[None]:
     Dynamo has followed a function that somebody put around one of them, so the graph has what that one does. Tracing
     finds a function by its name where it has overrides, and would do the same a second time.
     """
+    if covered := sorted(filter(_is_covered, _methods_called(graph))):
+        raise NotImplementedError(f"torch.Tensor.{covered[0]} was replaced, and tracing would call the other one twice")
     targets = {node.target for node in graph.nodes if isinstance(node.target, FunctionType)}
     own = {each.__name__: each for each in targets if each.__module__ == F.__name__}
     around = {name: vars(F)[name] for name, each in own.items() if vars(F).get(name, each) is not each}
@@ -60,13 +61,23 @@ def as_captured(graph: fx.Graph) -> Iterator[None]:
         vars(F).update(around)
 
 
+def _methods_called(graph: fx.Graph) -> frozenset[str]:
+    return frozenset(str(node.target) for node in graph.find_nodes(op="call_method"))
+
+
+def _is_covered(name: str) -> bool:
+    """Whether somebody has put a method into `torch.Tensor` where one of torch's library in C would be found."""
+    is_own = getattr(vars(Tensor).get(name), "__module__", None) == torch._tensor.__name__
+    return name in vars(Tensor) and not is_own and hasattr(torch._C.TensorBase, name)
+
+
 def _create(builder: GuardBuilder, guard: Guard, of_tensors: frozenset[str], traced: frozenset[CodeType]) -> None:
     """Add the guards of one compiled frame."""
     assert builder.check_fn_manager.output_graph is not None
     objects = [builder.get(each) for each in builder.check_fn_manager.output_graph.guards if each.name]
     found = {each if isinstance(each, type) else type(each) for each in objects}
     names = {base: _inlined(base, traced) for each in found for base in each.__mro__}
-    names[torch.Tensor] = of_tensors
+    names[Tensor] = of_tensors
     getters = [(owner, attrgetter(*methods)) for owner, methods in names.items() if methods]
 
     def state() -> tuple[Any, ...]:
