@@ -592,6 +592,7 @@ def under_autocast() -> Iterator[None]:
     torch.set_autocast_enabled("cpu", False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", TRANSFORMERS)
 def test_a_model_of_transformers_whose_rows_are_skipped(family):
     """What is prepared for a batch or kept of weights is not that of the model as it was before a change."""
