@@ -11,6 +11,7 @@ from weakref import finalize, ref
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from ort_accel.capture.backend import Backend
@@ -51,7 +52,7 @@ class Compiled:
         self._left = LeftToPython(backend.policy.not_compiled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or forward_ad._current_level >= 0:  # compiled graphs have no tangents
             return self._plain(*args, **kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, UnreadTensor) for leaf in leaves):

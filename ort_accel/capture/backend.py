@@ -23,18 +23,20 @@ from ort_accel.capture.choice import (
     opset,
     products,
     session_settings,
+    settings_followed,
     tuner,
 )
 from ort_accel.capture.dynamo import FOR_DYNAMO
 from ort_accel.capture.eager_comparison import EagerComparison
 from ort_accel.capture.evaluation import Evaluation
 from ort_accel.capture.fallback import FallbackPolicy
-from ort_accel.capture.features import record_features, refuse_missing
+from ort_accel.capture.features import record_features, record_settings, refuse_missing
 from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
 from ort_accel.capture.in_eager import in_eager
 from ort_accel.capture.left_to_python import is_in_parts
 from ort_accel.capture.loss_only import Unread
 from ort_accel.capture.open_sizes import Foreseen
+from ort_accel.capture.overlooked import as_captured, guard_overlooked
 from ort_accel.capture.placement import place_for
 from ort_accel.capture.randomness import keeping_draws, split_dropout
 from ort_accel.capture.refusals import refuse_forbidden, refuse_moved
@@ -94,7 +96,8 @@ class Backend:
         refuse_missing(config)
         self.config, self.report = config, report
         self._parameters_stay, self._sees_steps = parameters_stay, sees_steps
-        runtime = chosen_runtime(config)
+        self._runtime = runtime = chosen_runtime(config)
+        self._followed = settings_followed()
         self.place = place_for(config, runtime, device)
         settings = session_settings(config, self.place)
         record_features(config, runtime, settings, report, partitioned=zero3)
@@ -102,10 +105,9 @@ class Backend:
         configure(level)
         self.progress = Progress(report, level)
         self.policy = FallbackPolicy(config, report)
-        self.lowering = self._lowering(runtime, settings, zero3)
+        self.lowering = self._lowering(settings, zero3)
         self.skipping = SkippingPolicy(config, self.report)
-        insists = divides_alike(config, settings) or self.place.is_cuda or config.engine.fallback == "error"
-        self.evaluation = Evaluation(config.engine.compile_evaluation, not insists, report)
+        self.evaluation = self._evaluation(settings)
         self.comparison = EagerComparison(config, report, self.place.device, sees_steps=sees_steps)
         self.foreseen = Foreseen()
         cutter = partial(foreseen, lowering=self.lowering)
@@ -130,10 +132,13 @@ class Backend:
         refuse_forbidden(module, self.config.engine)
         refuse_moved(inputs, self.place)
         self.comparison.captured(module)
+        guard_overlooked(module.graph)
+        self._follow_pytorch()
         self._is_broken |= breaks_off(module) or is_in_parts()
         known = len(self.report.segments)
         try:
-            with self.report.timed("capture"), attention_as(self.config.compute.attention):
+            how = attention_as(self.config.compute.attention), as_captured(module.graph)
+            with self.report.timed("capture"), how[0], how[1]:
                 may_leave_out = self.skipping.wants_any or self._leaves_unread
                 if may_leave_out and TracingContext.try_get() is not None:  # Dynamo knows what the sizes are
                     return self._for_rows(module, inputs)
@@ -260,28 +265,51 @@ class Backend:
         finalize(self, file.write_if_due)
         return file
 
-    def _lowering(self, runtime: Flavor, settings: SessionSettings, zero3: bool) -> Lowering:
+    def _follow_pytorch(self) -> None:
+        """Compile by PyTorch's present settings, where they are others than those that were compiled by before."""
+        if (followed := settings_followed()) == self._followed:
+            return
+        self._followed = followed
+        self.place = place_for(self.config, self._runtime, self.place.device)
+        settings = session_settings(self.config, self.place)
+        self.lowering.change(**self._choices(settings))
+        self.evaluation = self._evaluation(settings)
+        record_settings(self.config, self._runtime, settings, self.report)
+
+    def _evaluation(self, settings: SessionSettings) -> Evaluation:
+        config = self.config
+        insists = divides_alike(config, settings) or self.place.is_cuda or config.engine.fallback == "error"
+        return Evaluation(config.engine.compile_evaluation, not insists, self.report)
+
+    def _lowering(self, settings: SessionSettings, zero3: bool) -> Lowering:
         config, report = self.config, self.report
-        sessions = self._sessions(runtime, settings)
-        timed = products(config, runtime, settings, report)
         return Lowering(
-            sessions=sessions,
-            opset=opset(config, runtime),
+            opset=opset(config, self._runtime),
             report=report,
             unwanted=frozenset(config.engine.run_in_pytorch),
             failed=self.policy.failed,
             changed=self._left_behind,
             for_speed=config.compute.placement != "onnxruntime",
             fusions=config.compute.fusions is not False,
-            estimator=estimator(config, runtime, settings, timed),
-            products=timed,
-            attention=attention(config, runtime, settings, report),
-            tuner=tuner(config, runtime, sessions.without_trace(), report),
             copies=self._copies(),
             leaves=Leaves(report) if config.memory.early_gradient_release and not zero3 else None,
             pool_from=0 if self.place.is_cuda else inf if config.memory.frugal else LARGE,
             before_segments=(lambda: None) if config.memory.budget is None or self.place.is_cuda else LittleHeld(),
+            **self._choices(settings),
         )
+
+    def _choices(self, settings: SessionSettings) -> dict[str, Any]:
+        """The sessions, and what chooses between them and PyTorch, for sessions that run like this."""
+        config, runtime, report = self.config, self._runtime, self.report
+        sessions = self._sessions(runtime, settings)
+        timed = products(config, runtime, settings, report)
+        return {
+            "sessions": sessions,
+            "products": timed,
+            "estimator": estimator(config, runtime, settings, timed),
+            "attention": attention(config, runtime, settings, report),
+            "tuner": tuner(config, runtime, sessions.without_trace(), report),
+        }
 
     def _sessions(self, runtime: Flavor, settings: SessionSettings) -> Sessions:
         folder = self.config.engine.cache_dir

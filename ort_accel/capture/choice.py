@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from ort_accel.capture.placement import products_are_tf32
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
 from ort_accel.lowering.tune.attention import Attention
@@ -40,6 +41,11 @@ def chosen_runtime(config: Config) -> Flavor:
             f'`pip uninstall -y {runtime.distribution}` and then `pip install "ort-accel[{extra}]"`, or set it to auto'
         )
     return runtime
+
+
+def settings_followed() -> tuple[object, ...]:
+    """PyTorch's settings that sessions follow. Where one changes, Dynamo captures anew."""
+    return torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(), products_are_tf32()
 
 
 def session_settings(config: Config, place: Place = CPU) -> SessionSettings:

@@ -59,6 +59,7 @@ def capturing() -> Iterator[None]:
         torch._dynamo.config.patch(
             recompile_limit=COMPILATIONS,
             accumulated_recompile_limit=OF_ALL_MODELS,
+            skip_nnmodule_hook_guards=False,  # or hooks of modules that come or go after a capture are overlooked
             optimize_ddp=False,  # or a model is cut into a graph for each of the buckets that gradients are sent in
             skip_tensor_guards_with_matching_dict_tags=False,  # or torch 2.11 overlooks a parameter that thaws
             ignore_logging_functions=_NotLogged(torch._dynamo.config.ignore_logging_functions | once),

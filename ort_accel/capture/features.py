@@ -135,12 +135,9 @@ def record_features(
         "python": platform.python_version(),
     }
     report.config = config.to_dict()
-    kind = "with training kernels" if runtime.is_training_build else "without training kernels"
-    how = f"{settings.place}, {settings.threads} threads, opset {opset(config, runtime)}"
-    report.applied("engine", f"{runtime.distribution} {runtime.version}, {kind}, {how}")
-    _record_engine(config, settings, report)
+    record_settings(config, runtime, settings, report)
+    _record_engine(config, report)
     _record_compute(config, report)
-    _record_placement(config, settings, report)
     record_cuda(config, settings.place, report)
     _record_optimizer(config, report)
     _record_trainers(config, report)
@@ -152,6 +149,19 @@ def record_features(
     _record_memory(config, partitioned, report)
 
 
+def record_settings(config: Config, runtime: Flavor, settings: SessionSettings, report: Report) -> None:
+    """Write what depends on how sessions run, which follows PyTorch's settings."""
+    kind = "with training kernels" if runtime.is_training_build else "without training kernels"
+    how = f"{settings.place}, {settings.threads} threads, opset {opset(config, runtime)}"
+    report.applied("engine", f"{runtime.distribution} {runtime.version}, {kind}, {how}")
+    if settings.deterministic:
+        report.applied("engine.deterministic", "the same seed gives the same bits")
+    else:
+        as_set = config.engine.deterministic == "auto"
+        report.off("engine.deterministic", "as PyTorch is set" if as_set else "switched off")
+    _record_placement(config, settings, report)
+
+
 def _immovable(config: Config) -> Problem | None:
     """Operators that may not compute in a smaller type."""
     wrong = [name for name in config.precision.cast_propagation.allow if name not in MOVABLE]
@@ -161,7 +171,7 @@ def _immovable(config: Config) -> Problem | None:
     return Problem("precision.cast_propagation.allow", text)
 
 
-def _record_engine(config: Config, settings: SessionSettings, report: Report) -> None:
+def _record_engine(config: Config, report: Report) -> None:
     engine = config.engine
     shapes = {
         "auto": "the first shape is compiled as it is; from the second on all sizes stay open",
@@ -181,10 +191,6 @@ def _record_engine(config: Config, settings: SessionSettings, report: Report) ->
     unseen = "a kind of call that was checked is not checked again; changes of the model go unseen"
     _record_wish("engine.skip_checks", unseen if engine.skip_checks else "", report)
     _record_wish("engine.save_onnx", f"models are written to {engine.save_onnx}" if engine.save_onnx else "", report)
-    if settings.deterministic:
-        report.applied("engine.deterministic", "the same seed gives the same bits")
-    else:
-        report.off("engine.deterministic", "as PyTorch is set" if engine.deterministic == "auto" else "switched off")
 
 
 def _record_skipping(config: Config, report: Report) -> None:

@@ -79,7 +79,7 @@ class LayeredCall(ModelCall):
         for layer in self._layers:
             kind = type(layer)
             if kind not in kinds:
-                kinds[kind] = Compiled(kind.forward, kind.__name__, backend)
+                kinds[kind] = Compiled(_forward_of, kind.__name__, backend)
             layer._compiled_call_impl = _LayerCall(layer, kinds[kind])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,6 +94,11 @@ class LayeredCall(ModelCall):
         for layer in self._layers:
             layer._compiled_call_impl = None
         self._undo()
+
+
+def _forward_of(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the `forward` that the layer's class has now."""
+    return type(layer).forward(layer, *args, **kwargs)
 
 
 class _LayerCall:

@@ -80,6 +80,10 @@ class Lowering:
         if self.estimator is not None:
             self.assigner.estimated = self.estimator.decides
 
+    def change(self, **fields: Any) -> None:
+        """Take other values for some fields, for the graphs that are still to come."""
+        vars(self).update(vars(replace(self, **fields)))
+
 
 def lower_graph(
     module: fx.GraphModule,
