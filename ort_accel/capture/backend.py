@@ -31,6 +31,7 @@ from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features, refuse_missing
 from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
 from ort_accel.capture.in_eager import in_eager
+from ort_accel.capture.kept_outputs import KeptOutputs
 from ort_accel.capture.left_to_python import is_in_parts
 from ort_accel.capture.loss_only import Unread
 from ort_accel.capture.open_sizes import Foreseen
@@ -103,6 +104,7 @@ class Backend:
         self.policy = FallbackPolicy(config, report)
         self.lowering = self._lowering(runtime, settings, zero3)
         self.skipping = SkippingPolicy(config, self.report)
+        self._kept_outputs = KeptOutputs() if config.compute.loss_only == "auto" else None
         insists = divides_alike(config, settings) or self.place.is_cuda or config.engine.fallback == "error"
         self.evaluation = Evaluation(config.engine.compile_evaluation, not insists, report)
         self.foreseen = Foreseen()
@@ -136,6 +138,9 @@ class Backend:
                     return self._for_rows(module, inputs)
                 return self._compile(module, inputs)
         except (OrtAccelError, *FOR_DYNAMO):
+            raise
+        except KeyboardInterrupt:  # the next call compiles anew
+            del self.report.segments[known:]
             raise
         except Exception as error:  # whatever it is that AOTAutograd or a pass over whole graphs fails on
             del self.report.segments[known:]
@@ -181,7 +186,7 @@ class Backend:
             self.skipping.leaves_unread()
         elif torch.is_grad_enabled():
             self.skipping.leaves_nothing(self._is_broken)
-        return unread.stood_in_for(run, module, self.skipping.was_read)
+        return unread.stood_in_for(run, module, self.skipping.was_read, self._kept_outputs)
 
     def _smaller(self, module: fx.GraphModule, inputs: Sequence[Any], tracer: Tracer, proposal: Proposal) -> Smaller:
         """What can be left out of a graph, and the smaller graph where that is worth it."""
