@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ort_accel.runtime import flavor
+
 
 @contextmanager
 def _without_deepspeed() -> Iterator[None]:
@@ -39,8 +41,13 @@ def restore_checkpoint_functions() -> None:
 
 
 with _without_deepspeed():
-    import onnxruntime
-    from onnxruntime.capi import _pybind_state as native
+    try:
+        import onnxruntime
+        from onnxruntime.capi import _pybind_state as native
+    except ModuleNotFoundError:
+        if not flavor.installed_distributions():
+            raise flavor.none_installed() from None
+        raise
 restore_checkpoint_functions()
 
 __all__ = ["native", "onnxruntime"]
