@@ -25,6 +25,7 @@ from ort_accel.capture.choice import (
     session_settings,
     tuner,
 )
+from ort_accel.capture.double_backward import Differentiable
 from ort_accel.capture.dynamo import FOR_DYNAMO
 from ort_accel.capture.evaluation import Evaluation
 from ort_accel.capture.fallback import FallbackPolicy
@@ -37,7 +38,7 @@ from ort_accel.capture.loss_only import Unread
 from ort_accel.capture.open_sizes import Foreseen
 from ort_accel.capture.placement import place_for
 from ort_accel.capture.randomness import keeping_draws, split_dropout
-from ort_accel.capture.refusals import refuse_forbidden, refuse_moved
+from ort_accel.capture.refusals import has_no_memory, refuse_forbidden, refuse_moved
 from ort_accel.capture.skipping import Skipping, SkippingPolicy, Smaller, hints, tables_of
 from ort_accel.capture.unused_outputs import Partial, WithoutUnused, partial_gradients
 from ort_accel.config import Config, load_config
@@ -129,6 +130,8 @@ class Backend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         refuse_forbidden(module, self.config.engine)
         refuse_moved(inputs, self.place)
+        if has_no_memory(inputs):
+            return in_eager(module)
         self._is_broken |= breaks_off(module) or is_in_parts()
         known = len(self.report.segments)
         try:
@@ -136,7 +139,7 @@ class Backend:
                 may_leave_out = self.skipping.wants_any or self._leaves_unread
                 if may_leave_out and TracingContext.try_get() is not None:  # Dynamo knows what the sizes are
                     return self._for_rows(module, inputs)
-                return self._compile(module, inputs)
+                return self._twice(self._compile(module, inputs), module)
         except (OrtAccelError, *FOR_DYNAMO):
             raise
         except KeyboardInterrupt:  # the next call compiles anew
@@ -186,7 +189,13 @@ class Backend:
             self.skipping.leaves_unread()
         elif torch.is_grad_enabled():
             self.skipping.leaves_nothing(self._is_broken)
-        return unread.stood_in_for(run, module, self.skipping.was_read, self._kept_outputs)
+        return unread.stood_in_for(self._twice(run, module), module, self.skipping.was_read, self._kept_outputs)
+
+    def _twice(self, run: Callable[..., Any], module: fx.GraphModule) -> Callable[..., Any]:
+        def told() -> None:
+            self.report.counters["backwards in eager mode, for create_graph"] += 1
+
+        return Differentiable(run, module, told) if torch.is_grad_enabled() else run
 
     def _smaller(self, module: fx.GraphModule, inputs: Sequence[Any], tracer: Tracer, proposal: Proposal) -> Smaller:
         """What can be left out of a graph, and the smaller graph where that is worth it."""
