@@ -231,6 +231,9 @@ def ort_backend(report: Report, device: torch.device = CPU) -> Backend:
 
 
 class _Module(torch.nn.Module):
+    graph = torch.fx.Graph()
+    """Empty, for passes that look at what Dynamo captures: here is a call, which AOTAutograd traces."""
+
     def __init__(self, case: Callable[..., Any]) -> None:
         super().__init__()
         self._case = case

@@ -26,6 +26,7 @@ from ort_accel.capture.choice import (
     settings_followed,
     tuner,
 )
+from ort_accel.capture.double_backward import Differentiable
 from ort_accel.capture.dynamo import FOR_DYNAMO
 from ort_accel.capture.eager_comparison import EagerComparison
 from ort_accel.capture.evaluation import Evaluation
@@ -33,13 +34,14 @@ from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features, record_settings, refuse_missing
 from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
 from ort_accel.capture.in_eager import in_eager
+from ort_accel.capture.kept_outputs import KeptOutputs
 from ort_accel.capture.left_to_python import is_in_parts
 from ort_accel.capture.loss_only import Unread
 from ort_accel.capture.open_sizes import Foreseen
 from ort_accel.capture.overlooked import as_captured, guard_overlooked
 from ort_accel.capture.placement import place_for
 from ort_accel.capture.randomness import keeping_draws, split_dropout
-from ort_accel.capture.refusals import refuse_forbidden, refuse_moved
+from ort_accel.capture.refusals import has_no_memory, refuse_forbidden, refuse_moved
 from ort_accel.capture.skipping import Skipping, SkippingPolicy, Smaller, hints, tables_of
 from ort_accel.capture.unused_outputs import Partial, WithoutUnused, partial_gradients
 from ort_accel.config import Config, load_config
@@ -107,6 +109,7 @@ class Backend:
         self.policy = FallbackPolicy(config, report)
         self.lowering = self._lowering(settings, zero3)
         self.skipping = SkippingPolicy(config, self.report)
+        self._kept_outputs = KeptOutputs() if config.compute.loss_only == "auto" else None
         self.evaluation = self._evaluation(settings)
         self.comparison = EagerComparison(config, report, self.place.device, sees_steps=sees_steps)
         self.foreseen = Foreseen()
@@ -131,6 +134,8 @@ class Backend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         refuse_forbidden(module, self.config.engine)
         refuse_moved(inputs, self.place)
+        if has_no_memory(inputs):
+            return in_eager(module)
         self.comparison.captured(module)
         guard_overlooked(module.graph)
         self._follow_pytorch()
@@ -142,8 +147,11 @@ class Backend:
                 may_leave_out = self.skipping.wants_any or self._leaves_unread
                 if may_leave_out and TracingContext.try_get() is not None:  # Dynamo knows what the sizes are
                     return self._for_rows(module, inputs)
-                return self._compile(module, inputs)
+                return self._twice(self._compile(module, inputs), module)
         except (OrtAccelError, *FOR_DYNAMO):
+            raise
+        except KeyboardInterrupt:  # the next call compiles anew
+            del self.report.segments[known:]
             raise
         except Exception as error:  # whatever it is that AOTAutograd or a pass over whole graphs fails on
             del self.report.segments[known:]
@@ -189,7 +197,13 @@ class Backend:
             self.skipping.leaves_unread()
         elif torch.is_grad_enabled():
             self.skipping.leaves_nothing(self._is_broken)
-        return unread.stood_in_for(run, module, self.skipping.was_read)
+        return unread.stood_in_for(self._twice(run, module), module, self.skipping.was_read, self._kept_outputs)
+
+    def _twice(self, run: Callable[..., Any], module: fx.GraphModule) -> Callable[..., Any]:
+        def told() -> None:
+            self.report.counters["backwards in eager mode, for create_graph"] += 1
+
+        return Differentiable(run, module, told) if torch.is_grad_enabled() else run
 
     def _smaller(self, module: fx.GraphModule, inputs: Sequence[Any], tracer: Tracer, proposal: Proposal) -> Smaller:
         """What can be left out of a graph, and the smaller graph where that is worth it."""

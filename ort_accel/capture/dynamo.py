@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,6 +79,10 @@ def capturing() -> Iterator[None]:
             if isinstance(error.inner_exception, OrtAccelError):
                 raise error.inner_exception from None
             raise
+        except KeyboardInterrupt as stop:
+            if not _was_compiling(stop):
+                raise
+            raise KeyboardInterrupt from None  # some hundred lines of a compiler's frames say nothing
 
 
 @contextmanager
@@ -127,6 +132,12 @@ def graph_breaks_in(report: Report, breaks: GraphBreaks, check: Callable[[str], 
         for reason in found:
             report.fallback("a graph break", Reason.GRAPH_BREAK, reason)
         check("capture")
+
+
+def _was_compiling(error: BaseException) -> bool:
+    """True if an error comes out of Dynamo's compiling, not out of a call of what it compiled."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__") == "torch._dynamo.convert_frame" for frame in frames)
 
 
 def said_by(error: Exception) -> str:

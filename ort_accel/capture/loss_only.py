@@ -16,6 +16,7 @@ from torch import fx
 
 from ort_accel.capture.eager_again import EagerAgain
 from ort_accel.capture.in_eager import in_eager
+from ort_accel.capture.kept_outputs import KeptOutputs
 from ort_accel.lowering.nodes import returned
 from ort_accel.lowering.sizes import SizeFunction, SymbolSource, expression
 from ort_accel.rewrite.gradients import has_gradient
@@ -47,12 +48,17 @@ class Unread:
             module.recompile()
 
     def stood_in_for(
-        self, run: Callable[..., Any], module: fx.GraphModule, was_read: Callable[[], None]
+        self,
+        run: Callable[..., Any],
+        module: fx.GraphModule,
+        was_read: Callable[[], None],
+        kept: KeptOutputs | None,
     ) -> Callable[..., Any]:
-        """The compiled graph with stand-ins for them. `was_read` is told of the first that had to compute itself."""
+        """The compiled graph with stand-ins for them. `was_read` is told of the first that had to compute itself;
+        without `kept`, which keeps what they are computed from, none can be read after the weights have changed."""
         if self.traced is None or not self.positions:
             return run
-        return LossOnly(run, module, self.traced.graph, self.positions, was_read)
+        return LossOnly(run, module, self.traced.graph, self.positions, was_read, kept)
 
 
 class LossOnly:
@@ -65,9 +71,10 @@ class LossOnly:
         traced: fx.Graph,
         unread: frozenset[int],
         was_read: Callable[[], None],
+        kept: KeptOutputs | None,
     ) -> None:
         """`module` is the graph as it was captured, `traced` its operators."""
-        self._run, self._eager, self._was_read = run, in_eager(module), was_read
+        self._run, self._eager, self._was_read, self._kept = run, in_eager(module), was_read, kept
         self._forms = _Forms(traced, unread)
         self._inputs = len(traced.find_nodes(op="placeholder"))
 
@@ -75,7 +82,10 @@ class LossOnly:
         """`arguments` are the graph's inputs, and the tables of the batch if the graph takes those."""
         inputs = arguments[: self._inputs]
         again = EagerAgain(self._eager, inputs, self._was_read)
-        return self._forms.fill(list(self._run(*arguments)), inputs, again)
+        results = list(self._run(*arguments))
+        if self._kept is not None:
+            self._kept.add(again, results, inputs)
+        return self._forms.fill(results, inputs, again)
 
 
 class _Forms:

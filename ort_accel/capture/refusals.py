@@ -52,3 +52,8 @@ def refuse_moved(inputs: Sequence[Any], place: Place) -> None:
             f"the model was set up for the {place} and is called with tensors on {', '.join(map(str, devices))}; "
             "move it before ort_accel.accelerate(model), or call that again after moving it"
         )
+
+
+def has_no_memory(inputs: Sequence[Any]) -> bool:
+    """True if a weight or an input is on the meta device. Eager mode says then what cannot be done with it."""
+    return any(isinstance(item, torch.Tensor) and item.device.type == "meta" for item in inputs)

@@ -32,6 +32,8 @@ MEMORY = 0.9
 
 PER_TOKEN = "the model's outputs for each token (logits, hidden states)"
 
+UNSEEN_PADDING = "; NaN or infinity in padding goes unseen (density.padding: false computes it, as eager mode does)"
+
 DWELL = 8
 """After so many batches it is decided anew, so that single batches do not lead to compiling."""
 
@@ -125,6 +127,7 @@ class SkippingPolicy:
             if feature in self._seen:
                 kept, whole = self._seen[feature]
                 said = f"{kept / max(whole, 1):.0%} of the rows count, over {self._batches} batches"
+                said += UNSEEN_PADDING if feature == "density.padding" else ""
                 self.report.applied(feature, said)
             else:
                 self.report.off(feature, "no part of this model has such rows")

@@ -75,7 +75,7 @@ class WithoutUnused:
 
     def __call__(self, *inputs: Any) -> Any:
         outputs = self._run(*inputs)
-        node = next(_nodes(outputs, inputs), None)
+        node = next(nodes_of(outputs, inputs), None)
         if node is not None:
             targets = node.next_functions
             partial = [(item, targets[item.edge][0]) for item in self._partial if item.tensors == len(targets)]
@@ -83,7 +83,7 @@ class WithoutUnused:
         return outputs
 
 
-def _nodes(outputs: Sequence[Any], inputs: Sequence[Any]) -> Iterator[Any]:
+def nodes_of(outputs: Sequence[Any], inputs: Sequence[Any]) -> Iterator[Any]:
     """The node of a graph that was just called, as often as an output belongs to it."""
     before = {id(item.grad_fn) for item in inputs if isinstance(item, Tensor)}
     for item in outputs:

@@ -10,6 +10,7 @@ import typer
 
 import ort_accel
 from ort_accel.cli import bench, check, compare_stats, env, explain, init, launch, migrate, schema
+from ort_accel.errors import RuntimeMissingError
 
 app = typer.Typer(
     name="ort-accel",
@@ -54,5 +55,8 @@ def main() -> None:
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
         app(prog_name="ort-accel")
+    except RuntimeMissingError as error:
+        typer.echo(str(error), err=True)
+        sys.exit(2)
     except OSError as error:
         sys.exit(f"ort-accel: {error}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ EXTRAS = {
     "onnxruntime": "cpu",
 }
 """Each distribution of ONNX Runtime that ort_accel offers, the most capable first, and the extra that installs it."""
+
+_NEWEST_PYTHON = {"training": (3, 12), "cpu": (4, 0), "gpu": (4, 0), "training-gpu": (3, 11)}
+"""Each extra with the newest Python for which its package was released, the one to be recommended first."""
 
 _OTHER_DISTRIBUTIONS = (
     "onnxruntime-azure",
@@ -87,14 +91,21 @@ def installed_runtime() -> Flavor:
     """The one ONNX Runtime that is installed. None, several, or a broken one is a `RuntimeMissingError`."""
     found = installed_distributions()
     if not found:
-        raise RuntimeMissingError(
-            'no ONNX Runtime is installed; install one with `pip install "ort-accel[training]"`, or with the extra '
-            "`cpu`, `gpu` or `training-gpu` in place of `training`"
-        )
+        raise none_installed()
     if len(found) > 1:
         raise RuntimeMissingError(_doubled(found))
     [(distribution, version)] = found.items()
     return _ask(distribution, version)
+
+
+def none_installed(python: tuple[int, int] = sys.version_info[:2]) -> RuntimeMissingError:
+    """The error where there is no ONNX Runtime; it names the extras that exist for this version of Python."""
+    best, *others = [extra for extra, newest in _NEWEST_PYTHON.items() if python <= newest]
+    instead = " or ".join(f"`{extra}`" for extra in others)
+    return RuntimeMissingError(
+        f"no ONNX Runtime is installed; for Python {python[0]}.{python[1]} install one with "
+        f'`pip install "ort-accel[{best}]"`, or with {instead} in place of `{best}`'
+    )
 
 
 def kernels(names: Iterable[str] = tuple(PROBES)) -> dict[str, bool]:

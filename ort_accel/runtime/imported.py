@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ort_accel.runtime import flavor
+
 
 @contextmanager
 def _without_deepspeed() -> Iterator[None]:
@@ -41,8 +43,13 @@ def restore_checkpoint_functions() -> None:
 import torch  # noqa: E402, F401 - loads the CUDA libraries that onnxruntime-gpu is linked to
 
 with _without_deepspeed():
-    import onnxruntime
-    from onnxruntime.capi import _pybind_state as native
+    try:
+        import onnxruntime
+        from onnxruntime.capi import _pybind_state as native
+    except ModuleNotFoundError:
+        if not flavor.installed_distributions():
+            raise flavor.none_installed() from None
+        raise
 restore_checkpoint_functions()
 
 __all__ = ["native", "onnxruntime"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 class UnreadTensor(Tensor):
     """Stands for an output that was not computed: it knows its form, and computes itself at the first use.
 
-    Asking for its size, type or device, detaching, cloning and casting it to another float type compute nothing, since
+    Asking for its size, type or device, detaching and casting it to another float type compute nothing, since
     libraries do so with outputs that nobody looks at. Until it is computed it has no `grad_fn`: DDP, which asks all
     outputs for theirs, then leaves it as it is. Whatever else is done with it is done with the true tensor.
     """
@@ -22,6 +23,8 @@ class UnreadTensor(Tensor):
     _compute: Callable[[], Tensor] | None
     _value: Tensor | None
     _has_gradient: bool
+    _casts: list[ref[UnreadTensor]]
+    """They are computed together with it, as it may be written to from then on."""
 
     @staticmethod
     def __new__(
@@ -37,6 +40,7 @@ class UnreadTensor(Tensor):
         given here, and gradients if `requires_grad` says so."""
         unread: UnreadTensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device, requires_grad=False)
         unread._compute, unread._value, unread._has_gradient = compute, None, requires_grad
+        unread._casts = []
         return unread
 
     def read(self) -> Tensor:
@@ -44,6 +48,10 @@ class UnreadTensor(Tensor):
         if self._value is None:
             assert self._compute is not None
             self._value, self._compute = self._compute(), None
+            casts, self._casts = self._casts, []
+            for weak in casts:
+                if (cast := weak()) is not None:
+                    cast.read()
         return self._value
 
     @classmethod
@@ -54,7 +62,7 @@ class UnreadTensor(Tensor):
             return args[0]._has_gradient
         if func == _GRAD_FN and args[0]._value is None:
             return None
-        if func in _CASTS and len(args) == 1 and not kwargs:
+        if func in _CASTS and len(args) == 1 and not kwargs and args[0]._value is None:
             return _cast(args[0], func, _CASTS[func])
         if func not in _OF_THE_FORM:
             args, kwargs = read_all((args, kwargs))
@@ -78,7 +86,9 @@ def read_all(values: Any) -> Any:
 def _cast(unread: UnreadTensor, cast: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> UnreadTensor:
     has_gradient = unread._has_gradient and cast is not Tensor.detach
     compute = partial(_apply, cast, unread)
-    return UnreadTensor(unread.shape, dtype or unread.dtype, unread.device, compute, requires_grad=has_gradient)
+    result = UnreadTensor(unread.shape, dtype or unread.dtype, unread.device, compute, requires_grad=has_gradient)
+    unread._casts.append(ref(result))
+    return result
 
 
 def _apply(cast: Callable[[Tensor], Tensor], unread: UnreadTensor) -> Tensor:
@@ -87,7 +97,6 @@ def _apply(cast: Callable[[Tensor], Tensor], unread: UnreadTensor) -> Tensor:
 
 _CASTS: dict[Callable[..., Any], torch.dtype | None] = {
     Tensor.detach: None,
-    Tensor.clone: None,
     Tensor.float: torch.float32,
     Tensor.double: torch.float64,
     Tensor.half: torch.float16,

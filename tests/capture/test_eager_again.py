@@ -72,6 +72,28 @@ def test_inputs_may_come_from_inference_mode() -> None:
     assert torch.equal(again.output(1)(), dropped(X, WEIGHT)[1])
 
 
+def test_weights_that_were_kept_before_they_changed_are_those_of_the_call() -> None:
+    again = called(Told())
+    wanted = F.linear(X, WEIGHT).detach()
+    assert again.given is not None
+    again.given.keep({})
+    with torch.no_grad():
+        WEIGHT.mul_(2)
+    product = again.output(1)()
+    assert torch.equal(product, wanted)
+    assert product.requires_grad
+    with pytest.raises(RuntimeError, match="weights or inputs have changed"):
+        product.sum().backward()
+
+
+def test_weights_that_were_kept_and_did_not_change_get_gradients() -> None:
+    again = called(Told())
+    assert again.given is not None
+    again.given.keep({})
+    product = again.output(1)()
+    assert torch.autograd.grad(product.sum(), WEIGHT)[0].shape == WEIGHT.shape
+
+
 def test_weights_that_have_changed_are_an_error() -> None:
     again = called(Told())
     with torch.no_grad():

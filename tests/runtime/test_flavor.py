@@ -92,8 +92,44 @@ def test_a_provider_that_is_not_built_in_does_not_run():
 
 def test_no_runtime_names_the_extra_to_install(install):
     install()
-    with pytest.raises(RuntimeMissingError, match=r'pip install "ort-accel\[training\]"'):
+    with pytest.raises(RuntimeMissingError, match=r'pip install "ort-accel\[(training|cpu)\]"'):
         flavor.installed_runtime()
+
+
+@pytest.mark.parametrize(("python", "extra"), [((3, 11), "training"), ((3, 12), "training"), ((3, 13), "cpu")])
+def test_only_extras_that_exist_for_a_version_of_python_are_named(python, extra):
+    said = str(flavor.none_installed(python))
+    assert f'for Python 3.{python[1]} install one with `pip install "ort-accel[{extra}]"`' in said
+    assert ("training" in said) == (python < (3, 13))
+    assert ("training-gpu" in said) == (python < (3, 12))
+
+
+WITHOUT = """
+import sys
+sys.modules["onnxruntime"] = None
+from ort_accel.runtime import flavor
+flavor.DISTRIBUTIONS = ()
+{code}
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch, ort_accel; ort_accel.accelerate(torch.nn.Linear(2, 2))",
+        "from ort_accel.cli.main import main; sys.argv = ['ort-accel', 'bench', '--steps', '1']; main()",
+        "from ort_accel.cli.main import main; sys.argv = ['ort-accel', 'launch', '--cpu', 'train.py']; main()",
+    ],
+    ids=["accelerate", "bench", "launch"],
+)
+def test_without_a_runtime_one_error_says_so(code):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(code=code)], capture_output=True, text=True, check=False
+    )
+    assert "ModuleNotFoundError" not in done.stderr
+    assert "no ONNX Runtime is installed; for Python" in done.stderr.splitlines()[-1]
+    if "main()" in code:
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
 
 
 def test_two_runtimes_name_both_and_the_commands_that_leave_one(install):

@@ -48,7 +48,6 @@ def unread(computed: Computed) -> UnreadTensor:
         lambda x: torch.is_floating_point(x),
         lambda x: isinstance(x, torch.Tensor),
         lambda x: not x.detach().requires_grad,
-        lambda x: x.clone().requires_grad,
         lambda x: x.grad_fn is None,
         lambda x: x.bfloat16().dtype is torch.bfloat16,
         lambda x: x.half().float().requires_grad,
@@ -92,6 +91,21 @@ def test_it_is_computed_once(unread: UnreadTensor, computed: Computed) -> None:
     assert torch.equal(unread + unread, computed.leaf * 4)
     assert unread.sum() == 30
     assert computed.times == 1
+
+
+def test_a_clone_is_made_at_once(unread: UnreadTensor, computed: Computed) -> None:
+    """Whoever clones it wants it as it is now."""
+    copy_of_it = unread.clone()
+    assert type(copy_of_it) is Tensor
+    unread.detach().zero_()
+    assert torch.equal(copy_of_it, computed.leaf * 2)
+
+
+def test_a_cast_is_not_what_is_written_into_its_source_later(unread: UnreadTensor, computed: Computed) -> None:
+    cast, look = unread.double(), unread.detach()
+    unread.detach().zero_()
+    assert torch.equal(cast, (computed.leaf * 2).double())
+    assert look.tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("cast", [Tensor.float, Tensor.double, Tensor.clone])
