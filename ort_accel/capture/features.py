@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from difflib import get_close_matches
 from operator import attrgetter
 
 import torch
@@ -113,7 +114,7 @@ TRITON: dict[str, Callable[[Config], bool]] = {
 
 def refuse_missing(config: Config) -> None:
     """Raise a `ConfigError` that lists every wish this version cannot obey."""
-    problems = [problem] if (problem := _immovable(config)) is not None else []
+    problems = [problem for problem in (_immovable(config), _unknown_operators(config)) if problem is not None]
     problems += [Problem(path, f"{NO_TRITON}; remove the key") for path, wish in TRITON.items() if wish(config)]
     if problems:
         raise ConfigError(problems)
@@ -158,6 +159,23 @@ def _immovable(config: Config) -> Problem | None:
         return None
     text = f"{', '.join(wrong)} cannot be moved into the smaller type; allowed are {', '.join(MOVABLE)}"
     return Problem("precision.cast_propagation.allow", text)
+
+
+def _unknown_operators(config: Config) -> Problem | None:
+    """Names of ATen operators that there are not: PyTorch would be told to run what never comes."""
+    names = [name for name in config.engine.run_in_pytorch if name.startswith("aten.") and not _is_operator(name)]
+    if not names:
+        return None
+    close = get_close_matches(names[0].split(".")[1], dir(torch.ops.aten), n=1)
+    meant = f"; did you mean aten.{close[0]}?" if close else "; the report names operators"
+    return Problem("engine.run_in_pytorch", f"PyTorch {torch.__version__} has no {', '.join(names)}{meant}")
+
+
+def _is_operator(name: str) -> bool:
+    found: object = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is not None
 
 
 def _record_engine(config: Config, settings: SessionSettings, report: Report) -> None:
@@ -222,7 +240,7 @@ def _record_placement(config: Config, settings: SessionSettings, report: Report)
     if wish == "onnxruntime" or settings.place.is_cuda:
         report.off("compute.placement", "ONNX Runtime runs all that it can")
     elif divides_alike(config, settings) or config.compute.tuning.enabled:
-        report.applied("compute.placement", "PyTorch runs what figures of another machine say it runs faster")
+        report.applied("compute.placement", "PyTorch runs what figures of other machines say it runs faster")
     else:
         report.applied("compute.placement", "PyTorch runs what a timed call of each operator says it runs faster here")
 

@@ -103,8 +103,10 @@ def lower_graph(
             assignment = lowering.tuner.choose(module, name, assignment, make)
     cuts = _cuts(module.graph, assignment, lowering, gradients)
     with lowering.report.timed("build sessions", name):
-        program = _Assembly(module, lowering, name, bound, assignment, cuts).program(casts, gradients)
-    _record(cuts, assignment, lowering.report, name)
+        assembly = _Assembly(module, lowering, name, bound, assignment, cuts)
+        program = assembly.program(casts, gradients)
+    lowering.report.segments += assembly.records
+    _record(assignment, lowering.report)
     return program
 
 
@@ -152,11 +154,9 @@ def _refusal(error: Exception) -> Refusal:
     return Refusal(Reason.FAILED, f"when it was compiled: {short(error)}")
 
 
-def _record(cuts: Sequence[Cut], assignment: Assignment, report: Report, name: str) -> None:
+def _record(assignment: Assignment, report: Report) -> None:
     for refused, refusal in assignment.refusals.items():
         report.fallback(op_name(refused), refusal.reason, refusal.detail, where=user_line(refused))
-    for item in cuts:
-        report.segments.append(Segment(name, item.runner, count_ops(item.nodes), sum(map(flops, item.nodes))))
 
 
 class _Assembly:
@@ -173,6 +173,7 @@ class _Assembly:
     ) -> None:
         self._module, self._lowering, self._name, self._bound = module, lowering, name, bound
         self._assignment, self._free, self._cuts = assignment, assignment.free, cuts
+        self.records = [Segment(name, c.runner, count_ops(c.nodes), sum(map(flops, c.nodes))) for c in cuts]
         self._register: dict[Any, int] = {}
         self._place = {node: position for position, node in enumerate(module.graph.nodes)}
 
@@ -252,7 +253,7 @@ class _Assembly:
                 return self._ort_step(index, body, wanted)
             except Exception as error:  # whatever it is that ONNX Runtime refuses here, PyTorch can run
                 refusal = _refusal(error)
-                item.runner = Runner.PYTORCH
+                item.runner = self.records[index].runner = Runner.PYTORCH
                 self._assignment.refusals.update(dict.fromkeys(item.nodes, refusal))
         return self._pytorch_step(body, wanted, self._spent(index, body.inputs))
 
@@ -261,9 +262,10 @@ class _Assembly:
         twin = cache(lambda: PyTorchSegment(body, wanted, self._module))
         name = f"{self._name} part {index}"
         how = [] if lie_in_pool(wanted, self._lowering.pool_from) else [Results(wanted, model.output_orders)]
-        segment = OrtSegment(model, self._lowering.sessions, self._bound, twin, self._lowering.failed, name, *how)
+        lowering, record = self._lowering, self.records[index]
+        segment = OrtSegment(model, lowering.sessions, self._bound, twin, lowering.failed, name, *how, record=record)
         other = self._by_onednn(index, body, wanted)
-        run = segment if other is None else TwoWays(segment, other, body.nodes, self._lowering.changed)
+        run = segment if other is None else TwoWays(segment, other, body.nodes, lowering.changed, record)
         return self._numbered(run, segment.inputs, wanted)
 
     def _by_onednn(self, index: int, body: Body, wanted: list[fx.Node]) -> PyTorchSegment | None:

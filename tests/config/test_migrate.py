@@ -132,10 +132,15 @@ def test_gradient_management_stays_off_without_custom_autograd_as_upstream_did()
     assert config.memory.early_gradient_release is False
 
 
-def test_triton_settings_need_triton():
-    on, off = (config_of(USE_TRITON=switch, TRITON_DEBUG="1", TRITON_CONFIG_FILE="ops.json") for switch in "10")
-    assert (on.compute.triton.debug, str(on.compute.triton.ops_file)) == (True, "ops.json")
-    assert (off.compute.triton.debug, off.compute.triton.ops_file) == (False, None)
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_what_asks_for_triton_kernels_is_left_out_with_the_reason_since_there_are_none(switch):
+    asked = {"USE_TRITON": switch, "TRITON_DEBUG": "1", "TRITON_CONFIG_FILE": "ops.json"}
+    triton = config_of(**asked).compute.triton
+    assert (triton.debug, triton.ops_file) == (False, None)
+    text = yaml_of(**asked)
+    for name in ("TRITON_DEBUG=1", "TRITON_CONFIG_FILE=ops.json"):
+        assert f"{name}: ort_accel generates no Triton kernels" in " ".join(text.replace("\n#  ", "").split())
+    assert "installed" not in text
 
 
 def test_the_folder_of_tuning_results_becomes_a_file_in_it():

@@ -5,7 +5,8 @@ import re
 import pytest
 from rich.console import Console
 
-from ort_accel.observe.feature_table import feature_table, percent, render
+from ort_accel.observe.feature_table import feature_table, render
+from ort_accel.observe.headline import percent
 from ort_accel.reporting import Race, Reason, Report, Runner, Segment
 
 

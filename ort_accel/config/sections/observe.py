@@ -8,6 +8,9 @@ from pydantic import Field
 
 from ort_accel.config.values import FilePath, Section
 
+ReportPath = Annotated[FilePath, Field(json_schema_extra={"pattern": r"\.(json|html)$"})]
+"""A file of a kind that reports are written in. `rules.py` says what is wrong with others."""
+
 
 class ActivationStatistics(Section):
     """Per-module activation statistics, in files that two runs can be compared by."""
@@ -44,6 +47,6 @@ class Observe(Section):
     activation_statistics: ActivationStatistics | None = None
     """Record per-module activation statistics; `null` records none."""
 
-    report_file: FilePath | None = None
+    report_file: ReportPath | None = None
     """Write the report to this file at the end of training: `.json` for machines, `.html` for people, as one page that
     needs no network."""
