@@ -66,9 +66,8 @@ def _parser() -> ArgumentParser:
 
 def _fail(message: str) -> NoReturn:
     missing = message.startswith("the following arguments are required: training_script")
-    raise OrtAccelError(
-        f"{'no script is named' if missing else message}; usage: {USAGE}\nAll options: {PROGRAM} --help"
-    )
+    what = "no script is named" if missing else message
+    raise OrtAccelError(f"{what}; usage: {USAGE} (all options: {PROGRAM} --help)")
 
 
 def _check_script(args: Namespace) -> None:

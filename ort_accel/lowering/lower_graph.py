@@ -19,7 +19,7 @@ from ort_accel.lowering.fuse import fuse
 from ort_accel.lowering.in_place import is_own
 from ort_accel.lowering.islands import merge_islands
 from ort_accel.lowering.nodes import count_ops, is_part, is_size, is_view, op_name, returned, tensors_of, user_line
-from ort_accel.lowering.ort_segment import OrtSegment, Results, build, lie_in_pool
+from ort_accel.lowering.ort_segment import OrtSegment, Results, build, lie_in_pool, ort_makes_results
 from ort_accel.lowering.program import SIZE, Program, Step, mark_last_uses
 from ort_accel.lowering.pytorch_segment import PyTorchSegment
 from ort_accel.lowering.segments import Assignment, Body, Cut, assign, body_of, cut
@@ -261,9 +261,10 @@ class _Assembly:
         model = build(body, wanted, self._lowering.opset)
         twin = cache(lambda: PyTorchSegment(body, wanted, self._module))
         name = f"{self._name} part {index}"
-        how = [] if lie_in_pool(wanted, self._lowering.pool_from) else [Results(wanted, model.output_orders)]
+        in_pool = lie_in_pool(wanted, self._lowering.pool_from)
+        results = ort_makes_results if in_pool else Results(wanted, model.output_orders)
         lowering, record = self._lowering, self.records[index]
-        segment = OrtSegment(model, lowering.sessions, self._bound, twin, lowering.failed, name, *how, record=record)
+        segment = OrtSegment(model, lowering.sessions, self._bound, twin, lowering.failed, name, results, record=record)
         other = self._by_onednn(index, body, wanted)
         run = segment if other is None else TwoWays(segment, other, body.nodes, lowering.changed, record)
         return self._numbered(run, segment.inputs, wanted)

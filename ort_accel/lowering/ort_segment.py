@@ -114,6 +114,11 @@ def lie_in_pool(results: Iterable[fx.Node], pool_from: float) -> bool:
     return any(hinted_bytes(value) >= pool_from or not all(map(is_known, value.shape)) for value in values)
 
 
+def ort_makes_results(_: dict[str, int]) -> Sequence[torch.Tensor]:
+    """No tensors for a model to write into: ONNX Runtime makes them."""
+    return ()
+
+
 class Results:
     """Makes the tensors that a model is to write its results into: memory of the C library, which each of them gives
     back by itself. What ONNX Runtime's pool hands out keeps its neighbours in the pool."""
@@ -146,10 +151,10 @@ class OrtSegment:
         twin: Callable[[], PyTorchSegment],
         on_failure: Callable[[Exception], bool],
         name: str,
-        results: Callable[[dict[str, int]], Sequence[torch.Tensor]] = lambda _: (),
+        results: Callable[[dict[str, int]], Sequence[torch.Tensor]] = ort_makes_results,
         record: Segment | None = None,
     ) -> None:
-        """`results` makes what the model writes into; without it ONNX Runtime does. `record` is told who ran it."""
+        """`results` makes what the model writes into. `record` is told who ran the segment."""
         self.inputs = model.inputs
         names = [value.name or "" for value in model.model.graph.inputs]
         content = ir.to_proto(model.model).SerializeToString()

@@ -73,6 +73,7 @@ class ModelCache:
         except OSError as error:
             text = f"{self._folder} cannot be written to: {error.strerror}; what is compiled is not kept"
             self._report.refused("engine.cache_dir", text)
+            self._report.note(f"engine.cache_dir: {text}")
             if not self._is_refused:
                 self._is_refused = True
                 LOG.warning("engine.cache_dir: %s", text)

@@ -128,3 +128,12 @@ def test_the_peak_of_a_step_is_predicted_and_measured_on_demand():
     assert frontier[-1]["bytes"] > frontier[-1]["resident"] > 0
     assert report["measured_peak"]["bytes"] > 0
     assert explained("bert")["measured_peak"] is None
+
+
+@pytest.mark.parametrize("name", ["x.gif", "folder.png"])
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_runs(tmp_path, monkeypatch, name):
+    (tmp_path / "folder.png").mkdir()
+    monkeypatch.setattr("ort_accel.cli.explain._explained", lambda *_: pytest.fail("the model was trained"))
+    result = runner.invoke(app, ["explain", "bert", "--png", str(tmp_path / name)])
+    assert result.exit_code == 2
+    assert "--png: " in result.stderr

@@ -123,6 +123,14 @@ def test_a_bad_file_of_plans_is_an_error_that_names_it(tmp_path, content):
         yaml_of(MEMORY_OPT_CONFIG=str(plans))
 
 
+def test_plans_in_a_file_that_is_no_text_are_refused_without_a_codec(tmp_path):
+    plans = tmp_path / "plans.json"
+    plans.write_bytes(b"\x98\xff\x00\x81 no text")
+    with pytest.raises(ConfigError, match=r"plans\.json is no text; a JSON list of plans is expected") as caught:
+        yaml_of(MEMORY_OPT_CONFIG=str(plans))
+    assert "codec" not in str(caught.value)
+
+
 def test_two_attention_kernels_leave_the_choice_between_them():
     assert config_of(USE_FLASH_ATTENTION="1", USE_EFFICIENT_ATTENTION="1").compute.attention == "fused"
 
