@@ -421,6 +421,11 @@ class Report:
         return ours, sum(amount for _, amount in amounts)
 
     @property
+    def set_up_seconds(self) -> float:
+        """What all phases of start-up work took so far."""
+        return sum(self.timings.values())
+
+    @property
     def fallbacks(self) -> list[Fallback]:
         """What PyTorch runs, most frequent first."""
         return [

@@ -139,7 +139,7 @@ def record_features(
     how = f"{settings.place}, {settings.threads} threads, opset {opset(config, runtime)}"
     report.applied("engine", f"{runtime.distribution} {runtime.version}, {kind}, {how}")
     _record_engine(config, settings, report)
-    _record_compute(config, report)
+    _record_compute(config, settings, report)
     _record_placement(config, settings, report)
     record_cuda(config, settings.place, report)
     _record_optimizer(config, report)
@@ -147,7 +147,11 @@ def record_features(
     every = f"the density table, every {config.density.inspect_every} batches" if config.density.inspect else ""
     _record_wish("density.inspect", every, report)
     file = config.observe.report_file
-    _record_wish("observe.report_file", f"written to {file} when training ends" if file else "", report)
+    _record_wish(
+        "observe.report_file",
+        f"written to {file} when training ends, in a loop of your own when the program does" if file else "",
+        report,
+    )
     _record_skipping(config, report)
     _record_memory(config, partitioned, report)
 
@@ -181,7 +185,7 @@ def _is_operator(name: str) -> bool:
 def _record_engine(config: Config, settings: SessionSettings, report: Report) -> None:
     engine = config.engine
     shapes = {
-        "auto": "the first shape is compiled as it is; from the second on all sizes stay open",
+        "auto": "a size stays open once it was seen to change, or a data loader tells that it will",
         True: "all sizes are open from the start",
     }
     if engine.dynamic_shapes is False:
@@ -210,7 +214,7 @@ def _record_skipping(config: Config, report: Report) -> None:
         report.off(path, "switched off" if attrgetter(path)(config) is False else UNSEEN)
 
 
-def _record_compute(config: Config, report: Report) -> None:
+def _record_compute(config: Config, settings: SessionSettings, report: Report) -> None:
     casts = config.precision.cast_propagation
     if casts.level:
         moved = f"; {', '.join(casts.allow) or 'copies'} in the smaller type ({casts.strategy})"
@@ -221,8 +225,10 @@ def _record_compute(config: Config, report: Report) -> None:
     kept = config.precision.cache_cast_weights
     why = "switched off" if kept is False else "no gradients were accumulated under autocast yet"
     report.off("precision.cache_cast_weights", why)
+    is_timed = not divides_alike(config, settings) and not settings.place.is_cuda
+    measured = ", for many tokens the faster one, as timed" if is_timed else ""
     ways = {
-        "auto": "as PyTorch chooses: a fused kernel, or matrix products; for many tokens the faster one, as measured",
+        "auto": f"as PyTorch chooses: a fused kernel, or matrix products{measured}",
         "products": "matrix products and a softmax, which ONNX Runtime runs",
     }
     wish = config.compute.attention
@@ -237,12 +243,15 @@ def _record_compute(config: Config, report: Report) -> None:
 
 def _record_placement(config: Config, settings: SessionSettings, report: Report) -> None:
     wish = config.compute.placement
-    if wish == "onnxruntime" or settings.place.is_cuda:
+    if wish != "onnxruntime" and config.compute.tuning.enabled:
+        report.applied("compute.placement", "PyTorch runs what compute.tuning finds that it runs faster here")
+    elif wish == "onnxruntime" or settings.place.is_cuda:
         report.off("compute.placement", "ONNX Runtime runs all that it can")
-    elif divides_alike(config, settings) or config.compute.tuning.enabled:
+    elif divides_alike(config, settings):
         report.applied("compute.placement", "PyTorch runs what figures of other machines say it runs faster")
     else:
-        report.applied("compute.placement", "PyTorch runs what a timed call of each operator says it runs faster here")
+        timed = "PyTorch runs what timed calls say it runs faster here, where a graph is large enough to time them"
+        report.applied("compute.placement", timed)
 
 
 def _record_optimizer(config: Config, report: Report) -> None:

@@ -13,7 +13,7 @@ _OUTSIDE = (Reason.GRAPH_BREAK, Reason.NOT_COMPILED)
 
 def headline(report: Report) -> str:
     """The line that is logged once a model has trained a step."""
-    took = f", set up in {_seconds(sum(report.timings.values()))}" if report.timings else ""
+    took = f", set up in {_seconds(report.set_up_seconds)}" if report.timings else ""
     return f"{shared(report)}{took}; {DETAILS}"
 
 

@@ -49,7 +49,8 @@ def html_report(data: Data) -> str:
 
 def _overview(data: Data) -> Markup:
     segments, series = data["segments"], data["series"].get(_STEP_TIME, [])
-    forced = [item for item in data["fallbacks"] if not Reason(item["reason"]).is_choice]
+    cannot = (Reason.UNSUPPORTED_OP, Reason.UNSUPPORTED_DTYPE, Reason.DATA_DEPENDENT, Reason.MUTATION)
+    forced = [item for item in data["fallbacks"] if item["reason"] in cannot]
     shown = [
         ("of all nodes run by ONNX Runtime", _share(segments, "nodes")),
         ("of their FLOPs, estimated", _share(segments, "flops")),

@@ -38,7 +38,8 @@ class Observe(Section):
     """What is logged, measured and written down."""
 
     log_level: Literal["verbose", "devinfo", "info", "warning", "error", "fatal"] = "warning"
-    """How much is said. `warning` and above speak on rank 0 only; `info` adds the feature table's details; `devinfo`
+    """How much is said. `warning` prints one line a model, with the share of its work that ONNX Runtime runs, and real
+    problems; it and those above speak on rank 0 only. `info` prints the feature table and each phase of set-up; `devinfo`
     speaks on every rank; `verbose` hides nothing of ONNX Runtime's own log."""
 
     memory_stats: bool = False
