@@ -147,11 +147,8 @@ def record_features(
     every = f"the density table, every {config.density.inspect_every} batches" if config.density.inspect else ""
     _record_wish("density.inspect", every, report)
     file = config.observe.report_file
-    _record_wish(
-        "observe.report_file",
-        f"written to {file} when training ends, in a loop of your own when the program does" if file else "",
-        report,
-    )
+    written = f"written to {file} when training ends; without a Trainer, when the program ends" if file else ""
+    _record_wish("observe.report_file", written, report)
     _record_skipping(config, report)
     _record_memory(config, partitioned, report)
 

@@ -125,6 +125,19 @@ def test_where_pytorch_runs_it_all_the_line_says_so_and_why(caplog):
     assert said(caplog)[-1].startswith(start)
 
 
+def test_set_up_is_as_long_as_the_call_that_compiles():
+    model = ort_accel.accelerate(nn.Sequential(nn.Linear(3, 2), nn.Tanh()), {"observe": {"log_level": "error"}})
+    begin = time.perf_counter()
+    model(torch.randn(4, 3))
+    took = time.perf_counter() - begin
+    report = ort_accel.report(model)
+    assert report.timings["trace and first run"] > 0
+    assert 0.5 * took < report.set_up_seconds <= took
+    known = report.set_up_seconds
+    model(torch.randn(4, 3))
+    assert report.set_up_seconds == known
+
+
 def test_a_segment_that_onnx_runtime_fails_at_counts_for_pytorch_until_it_goes_well(monkeypatch):
     model = trained("error", steps=1)
     before = ort_accel.report(model).work

@@ -38,9 +38,9 @@ class Observe(Section):
     """What is logged, measured and written down."""
 
     log_level: Literal["verbose", "devinfo", "info", "warning", "error", "fatal"] = "warning"
-    """How much is said. `warning` prints one line a model, with the share of its work that ONNX Runtime runs, and real
-    problems; it and those above speak on rank 0 only. `info` prints the feature table and each phase of set-up; `devinfo`
-    speaks on every rank; `verbose` hides nothing of ONNX Runtime's own log."""
+    """How much is said. `warning` logs one line a model, with the share of its work that ONNX Runtime runs, and real
+    problems; `info` prints the feature table and each phase of set-up, too. These and `error` speak on rank 0 only;
+    `devinfo` speaks on every rank; `verbose` hides nothing of ONNX Runtime's own log."""
 
     memory_stats: bool = False
     """Log memory before and after forward and backward: the first ten steps, then at powers of two."""
