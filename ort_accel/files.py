@@ -16,3 +16,17 @@ def write_aside(path: Path, content: bytes) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def why_not_writable(path: Path) -> str:
+    """The reason why a file cannot be written; empty where it can. Its folder is made if need be."""
+    probe = path.with_name(f".{path.name}.probe")
+    try:
+        if path.is_dir():
+            return "it is a folder"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_aside(probe, b"")
+        probe.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 
 class State(StrEnum):
@@ -30,6 +30,7 @@ class Reason(StrEnum):
     ATTENTION = "attention"
     ONE_STEP = "many operators in one step"
     SLOWER = "slower by measurement"
+    SLOWER_ELSEWHERE = "slower by measurements on other machines"
     SMALL = "too small to be worth a crossing"
     MUTATION = "changes its input"
     GRAPH_BREAK = "not captured"
@@ -51,6 +52,7 @@ CHOICES = {
     Reason.ATTENTION,
     Reason.ONE_STEP,
     Reason.SLOWER,
+    Reason.SLOWER_ELSEWHERE,
     Reason.SMALL,
     Reason.WISH,
     Reason.ELSEWHERE,
@@ -74,13 +76,14 @@ class Feature:
     effect: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Segment:
     """A run of neighbouring nodes that one runner executes."""
 
     graph: str
     """Which graph it is part of, such as `forward 0`."""
     runner: Runner
+    """Who ran it last: PyTorch, too, where ONNX Runtime failed at it, or where oneDNN took the sizes over."""
     ops: dict[str, int]
     """How many nodes of each operator."""
     flops: float = 0.0
@@ -217,6 +220,10 @@ class Race:
     chosen: str
 
 
+ENGINE, EAGER = "ort_accel", "eager PyTorch"
+"""Who can run a whole training step."""
+
+
 @dataclass(frozen=True)
 class StepComparison:
     """Training steps of the engine beside eager PyTorch's, as they were last compared."""
@@ -229,6 +236,10 @@ class StepComparison:
     """How many pairs of steps were compared since the training began."""
     step: int
     """The training step at which they were last compared."""
+
+    @property
+    def is_on_engine(self) -> bool:
+        return self.runner == ENGINE
 
     def __str__(self) -> str:
         took = f"a training step takes {self.ratio:.2f} times as long on the engine as in eager PyTorch"
@@ -344,9 +355,12 @@ class Watcher(Protocol):
         """The phase that began last ends."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
-    """Everything that was decided and measured while a model was accelerated."""
+    """Everything that was decided and measured while a model was accelerated. `print(report)` shows it as a table."""
+
+    as_table: ClassVar[Callable[[Report], str]] = repr
+    """Writes a report as text. `observe/feature_table.py` sets it, since this file knows nothing of rendering."""
 
     versions: dict[str, str] = field(default_factory=dict)
     """What was decided and measured with."""
@@ -418,6 +432,26 @@ class Report:
                 self._inner[-1] += spent
             for watcher in self.watchers:
                 watcher.end()
+
+    def __str__(self) -> str:
+        return type(self).as_table(self)
+
+    def __repr__(self) -> str:
+        counted = f"{len(self.segments)} segments, {len(self._fallbacks)} kinds of fallbacks"
+        return f"<Report of ort_accel: {counted}; print(report) shows it, report.to_dict() has all of it>"
+
+    @property
+    def work(self) -> tuple[float, float]:
+        """The FLOPs that ONNX Runtime runs, and all that were captured; numbers of nodes where nothing has FLOPs."""
+        has_flops = any(segment.flops for segment in self.segments)
+        amounts = [(segment.runner, segment.flops if has_flops else segment.nodes) for segment in self.segments]
+        ours = sum(amount for runner, amount in amounts if runner is Runner.ORT)
+        return ours, sum(amount for _, amount in amounts)
+
+    @property
+    def set_up_seconds(self) -> float:
+        """What all phases of start-up work took so far."""
+        return sum(self.timings.values())
 
     @property
     def fallbacks(self) -> list[Fallback]:

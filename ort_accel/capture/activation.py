@@ -24,6 +24,9 @@ from ort_accel.capture.skipping import Mode
 from ort_accel.lowering.checks_of_numbers import is_failed_check
 from ort_accel.runtime.unread import UnreadTensor, read_all
 
+AROUND = "trace and first run"
+"""The phase of set-up that is around the backend: Dynamo reads the code and makes checks, and what it made is run."""
+
 
 def own_entry(call: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A function that only makes this call, with code that nothing else shares.
@@ -98,12 +101,14 @@ class Compiled:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Tell the backend how long a call took that compiled something."""
-        counters = self._backend.report.counters
-        before, begin = counters["compilations"], time.perf_counter()
+        """Tell the backend how long a call took that compiled something, and note what no phase of it accounts for."""
+        report = self._backend.report
+        before, phases, begin = report.counters["compilations"], report.set_up_seconds, time.perf_counter()
         yield
-        if counters["compilations"] > before:
-            self._backend.evaluation.compiled_a_step(time.perf_counter() - begin)
+        if report.counters["compilations"] > before:
+            seconds = time.perf_counter() - begin
+            self._backend.evaluation.compiled_a_step(seconds)
+            report.timings[AROUND] = report.timings.get(AROUND, 0.0) + seconds - (report.set_up_seconds - phases)
 
     def _in_python(self, failure: NotCapturedError, args: Any, kwargs: Any) -> Any:
         """Make a call as eager mode does; later ones are captured in parts. If it raises an error, that says more than

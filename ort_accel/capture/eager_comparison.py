@@ -10,7 +10,6 @@ Eager steps are steps of the training: they draw the same random numbers and giv
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -22,11 +21,10 @@ from torch import nn
 from ort_accel.capture.eager_again import generator_of
 from ort_accel.capture.step_clock import MOST_CALLS, DeviceMoment, HostMoment, Step
 from ort_accel.config import Config
+from ort_accel.observe.logs import LOG, say
 from ort_accel.observe.process_memory import available
-from ort_accel.reporting import Report, StepComparison
+from ort_accel.reporting import EAGER, ENGINE, Report, StepComparison
 from ort_accel.runtime.out_of_memory import is_lack_of_memory
-
-LOG = logging.getLogger("ort_accel")
 
 FEATURE = "engine.compare_with_eager"
 
@@ -121,7 +119,7 @@ class EagerComparison:
         self._steps += 1
         if self._steps == 1 and self._start.begin(model, inputs):
             self._report.off(FEATURE, self._start.in_words())
-            LOG.info(self._start.in_words())
+            say(self._start.in_words())
         self._is_in_eager = self._start.is_on or self._rivals_turn()
         return Step(self._now, self._ended)
 
@@ -171,11 +169,11 @@ class EagerComparison:
         """Write down who runs the next steps; say it where that is another one than before."""
         before = self._report.comparison
         in_eager, ratio = self._rivals.prefers_eager, self._rivals.ratio
-        runner = "eager PyTorch" if in_eager else "ort_accel"
+        runner = EAGER if in_eager else ENGINE
         self._report.comparison = found = StepComparison(runner, ratio, self._rivals.pairs, self._steps)
         self._report.applied(FEATURE, str(found))
         if before is None or before.runner != runner:
-            LOG.log(logging.WARNING if in_eager else logging.INFO, "%s", found)
+            say(str(found))
 
     def _give_up(self, reason: str) -> None:
         """Compare no more; the engine runs all steps from here on."""

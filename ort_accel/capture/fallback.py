@@ -7,9 +7,15 @@ import logging
 from ort_accel.capture.dynamo import said_by
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError, first_line
+from ort_accel.observe.headline import DETAILS
 from ort_accel.reporting import Fallback, Reason, Report
 
 LOG = logging.getLogger("ort_accel")
+
+SHOWN = 3
+"""So many kinds of operators are named in a warning."""
+LONGEST_CHARACTERS = 120
+"""So much is said of each."""
 
 
 class FallbackError(OrtAccelError):
@@ -53,7 +59,19 @@ class FallbackPolicy:
     def _say(self, items: list[Fallback]) -> None:
         self._said.update((item.op, item.reason) for item in items)
         if items and self._engine.fallback == "warn":
-            LOG.warning("PyTorch runs what ONNX Runtime cannot: %s", "; ".join(map(_line, items)))
+            LOG.warning("PyTorch runs what ONNX Runtime cannot: %s; %s", _in_short(items), DETAILS)
+
+
+def _in_short(items: list[Fallback]) -> str:
+    """The first kinds and where they come from; the report has the rest, and what ONNX Runtime says of each."""
+    rest = [f"{len(items) - SHOWN} more kinds"] if len(items) > SHOWN else []
+    return "; ".join([*map(_shortened, items[:SHOWN]), *rest])
+
+
+def _shortened(item: Fallback) -> str:
+    place = f"first at {item.where}" if item.where else item.detail
+    text = f"{item.op} ({item.reason}{f', {place}' if place else ''})"
+    return text if len(text) <= LONGEST_CHARACTERS else f"{text[:LONGEST_CHARACTERS]} ..."
 
 
 def _line(item: Fallback) -> str:

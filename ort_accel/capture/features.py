@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from difflib import get_close_matches
 from operator import attrgetter
 
 import torch
@@ -114,7 +115,7 @@ TRITON: dict[str, Callable[[Config], bool]] = {
 
 def refuse_missing(config: Config) -> None:
     """Raise a `ConfigError` that lists every wish this version cannot obey."""
-    problems = [problem] if (problem := _immovable(config)) is not None else []
+    problems = [problem for problem in (_immovable(config), _unknown_operators(config)) if problem is not None]
     problems += [Problem(path, f"{NO_TRITON}; remove the key") for path, wish in TRITON.items() if wish(config)]
     if problems:
         raise ConfigError(problems)
@@ -137,14 +138,14 @@ def record_features(
     report.config = config.to_dict()
     record_settings(config, runtime, settings, report)
     _record_engine(config, report)
-    _record_compute(config, report)
     record_cuda(config, settings.place, report)
     _record_optimizer(config, report)
     _record_trainers(config, report)
     every = f"the density table, every {config.density.inspect_every} batches" if config.density.inspect else ""
     _record_wish("density.inspect", every, report)
     file = config.observe.report_file
-    _record_wish("observe.report_file", f"written to {file} when training ends" if file else "", report)
+    written = f"written to {file} when training ends; without a Trainer, when the program ends" if file else ""
+    _record_wish("observe.report_file", written, report)
     _record_skipping(config, report)
     _record_memory(config, partitioned, report)
 
@@ -159,6 +160,7 @@ def record_settings(config: Config, runtime: Flavor, settings: SessionSettings, 
     else:
         as_set = config.engine.deterministic == "auto"
         report.off("engine.deterministic", "as PyTorch is set" if as_set else "switched off")
+    _record_compute(config, settings, report)
     _record_placement(config, settings, report)
 
 
@@ -171,10 +173,27 @@ def _immovable(config: Config) -> Problem | None:
     return Problem("precision.cast_propagation.allow", text)
 
 
+def _unknown_operators(config: Config) -> Problem | None:
+    """Names of ATen operators that there are not: PyTorch would be told to run what never comes."""
+    names = [name for name in config.engine.run_in_pytorch if name.startswith("aten.") and not _is_operator(name)]
+    if not names:
+        return None
+    close = get_close_matches(names[0].split(".")[1], dir(torch.ops.aten), n=1)
+    meant = f"; did you mean aten.{close[0]}?" if close else "; the report names operators"
+    return Problem("engine.run_in_pytorch", f"PyTorch {torch.__version__} has no {', '.join(names)}{meant}")
+
+
+def _is_operator(name: str) -> bool:
+    found: object = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is not None
+
+
 def _record_engine(config: Config, report: Report) -> None:
     engine = config.engine
     shapes = {
-        "auto": "the first shape is compiled as it is; from the second on all sizes stay open",
+        "auto": "a size stays open once it was seen to change, or a data loader tells that it will",
         True: "all sizes are open from the start",
     }
     if engine.dynamic_shapes is False:
@@ -199,7 +218,7 @@ def _record_skipping(config: Config, report: Report) -> None:
         report.off(path, "switched off" if attrgetter(path)(config) is False else UNSEEN)
 
 
-def _record_compute(config: Config, report: Report) -> None:
+def _record_compute(config: Config, settings: SessionSettings, report: Report) -> None:
     casts = config.precision.cast_propagation
     if casts.level:
         moved = f"; {', '.join(casts.allow) or 'copies'} in the smaller type ({casts.strategy})"
@@ -210,8 +229,10 @@ def _record_compute(config: Config, report: Report) -> None:
     kept = config.precision.cache_cast_weights
     why = "switched off" if kept is False else "no gradients were accumulated under autocast yet"
     report.off("precision.cache_cast_weights", why)
+    is_timed = not divides_alike(config, settings) and not settings.place.is_cuda
+    measured = ", for many tokens the faster one, as timed" if is_timed else ""
     ways = {
-        "auto": "as PyTorch chooses: a fused kernel, or matrix products; for many tokens the faster one, as measured",
+        "auto": f"as PyTorch chooses: a fused kernel, or matrix products{measured}",
         "products": "matrix products and a softmax, which ONNX Runtime runs",
     }
     wish = config.compute.attention
@@ -226,12 +247,15 @@ def _record_compute(config: Config, report: Report) -> None:
 
 def _record_placement(config: Config, settings: SessionSettings, report: Report) -> None:
     wish = config.compute.placement
-    if wish == "onnxruntime" or settings.place.is_cuda:
+    if wish != "onnxruntime" and config.compute.tuning.enabled:
+        report.applied("compute.placement", "PyTorch runs what compute.tuning finds that it runs faster here")
+    elif wish == "onnxruntime" or settings.place.is_cuda:
         report.off("compute.placement", "ONNX Runtime runs all that it can")
-    elif divides_alike(config, settings) or config.compute.tuning.enabled:
-        report.applied("compute.placement", "PyTorch runs what figures of another machine say it runs faster")
+    elif divides_alike(config, settings):
+        report.applied("compute.placement", "PyTorch runs what figures of other machines say it runs faster")
     else:
-        report.applied("compute.placement", "PyTorch runs what a timed call of each operator says it runs faster here")
+        timed = "PyTorch runs what timed calls say it runs faster here, where a graph is large enough to time them"
+        report.applied("compute.placement", timed)
 
 
 def _record_optimizer(config: Config, report: Report) -> None:

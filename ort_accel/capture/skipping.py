@@ -57,6 +57,8 @@ class SkippingPolicy:
     _weighed: int = 0
     """How many batches were looked at since it was decided."""
     _batches: int = 0
+    _ran_compact: int = 0
+    """How many of them left rows out."""
     loss_only: bool = field(init=False)
     """Whether nobody is known to read what a training step gives beside its loss."""
     _was_read: bool = False
@@ -110,6 +112,7 @@ class SkippingPolicy:
         """Take a batch into account that is run for some of its rows, or for all."""
         self._weigh(proposal, batch)
         self._batches += 1
+        self._ran_compact += compact
         self.report.counters[f"batches run on {'some' if compact else 'all'} rows"] += 1
         if not batch.fits:
             return
@@ -123,12 +126,16 @@ class SkippingPolicy:
             self._record()
 
     def _record(self) -> None:
+        batches = "batch" if self._batches == 1 else "batches"
         for feature, _ in self._wanted():
             if feature in self._seen:
                 kept, whole = self._seen[feature]
-                said = f"{kept / max(whole, 1):.0%} of the rows count, over {self._batches} batches"
-                said += UNSEEN_PADDING if feature == "density.padding" else ""
-                self.report.applied(feature, said)
+                said = f"{kept / max(whole, 1):.0%} of the rows count, over {self._batches} {batches}"
+                if self._ran_compact:
+                    unseen = UNSEEN_PADDING if feature == "density.padding" else ""
+                    self.report.applied(feature, f"{said}, of which {self._ran_compact} left rows out{unseen}")
+                else:
+                    self.report.off(feature, f"{said}, too many for leaving rows out to pay")
             else:
                 self.report.off(feature, "no part of this model has such rows")
 

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from ort_accel.files import why_not_writable
+
 
 class ModelName(StrEnum):
     """The models that can be built at any size."""
@@ -37,20 +39,19 @@ class Contender(StrEnum):
     ORT_ACCEL = "ort_accel"
 
 
-Count = typer.Option(min=1)
 STDOUT = Path("-")
 
 
 def bench(
-    model: Annotated[ModelName, typer.Option()] = ModelName.BERT,
-    hidden: Annotated[int, Count] = 384,
-    layers: Annotated[int, Count] = 6,
-    heads: Annotated[int, Count] = 6,
+    model: Annotated[ModelName, typer.Option(help="Its kind, with random weights.")] = ModelName.BERT,
+    hidden: Annotated[int, typer.Option(min=1, help="Width of a layer.")] = 384,
+    layers: Annotated[int, typer.Option(min=1, help="How many layers.")] = 6,
+    heads: Annotated[int, typer.Option(min=1, help="Heads of attention in a layer.")] = 6,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Heads of keys and values (llama).")] = None,
-    batch: Annotated[int, Count] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 8,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a text, or patches of an image.")] = 128,
-    vocab: Annotated[int, typer.Option(min=8)] = 8000,
-    dropout: Annotated[float, typer.Option(min=0, max=0.9)] = 0.0,
+    vocab: Annotated[int, typer.Option(min=8, help="Different tokens.")] = 8000,
+    dropout: Annotated[float, typer.Option(min=0, max=0.9, help="Its probability.")] = 0.0,
     density: Annotated[float, typer.Option(min=0.01, max=1, help="The share of tokens that are not padding.")] = 1.0,
     labelled: Annotated[
         float | None, typer.Option(min=0, max=1, help="The share of all tokens with a label (bert-mlm, gpt2, llama).")
@@ -84,6 +85,8 @@ def bench(
         raise typer.BadParameter(
             "--labelled is a share of all tokens, and padding has no label: --density must be larger"
         )
+    if json_file not in (None, STDOUT) and (why := why_not_writable(json_file)):
+        raise typer.BadParameter(f"--json: {json_file} cannot be written: {why}; name a file where you may write")
     import torch
 
     from ort_accel.cli.benchmark.run import Effort, run

@@ -27,8 +27,8 @@ def explain(
 ) -> None:
     """Run one training step of a model on made-up inputs, and say who runs what and why.
 
-    The weights are random and nothing is downloaded. Known names build a tiny model: bert, bert-mlm, gpt2, llama, t5,
-    vit. The exit code is 0, or 2 if the step could not be run.
+    The weights are random and nothing is downloaded. Known names build a tiny model: bert, bert-mlm, gpt2, llama,
+    qwen3-moe, t5, vit. The exit code is 0, or 2 if the step could not be run.
 
     \b
     Examples:
@@ -38,11 +38,14 @@ def explain(
       ort-accel explain ./my-model --batch 16 --length 512 --memory --png memory.png
     """
     from ort_accel.errors import OrtAccelError
+    from ort_accel.observe.report_file import save_report
 
     try:
+        if png is not None:
+            _check_png(png)
         report = _explained(model, config, batch, length, layers, memory or png is not None)
         if png is not None:
-            _draw(report, png)
+            save_report(report, png)
     except OrtAccelError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from error
@@ -55,13 +58,15 @@ def explain(
     typer.echo("\n".join(_segment_lines(report.segments)))
 
 
-def _draw(report: Report, file: Path) -> None:
+def _check_png(file: Path) -> None:
+    """Refuse a file before the model is trained."""
     from ort_accel.errors import OrtAccelError
-    from ort_accel.observe.report_file import save_report
+    from ort_accel.files import why_not_writable
 
     if file.suffix != ".png":
         raise OrtAccelError(f"--png: {str(file)!r} does not end in .png; name a file that does")
-    save_report(report, file)
+    if why := why_not_writable(file):
+        raise OrtAccelError(f"--png: {file} cannot be written: {why}; name a file where you may write")
 
 
 MEASURED_STEPS = 5

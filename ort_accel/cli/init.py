@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -57,6 +58,19 @@ def init(
       ort-accel init --yes --fallback error --cache-dir out/cache --force
     """
     _refuse_to_overwrite(folder, force)
+    with _all_answered():
+        _ask_and_write(folder, machine, processes, mixed_precision, fallback, cache_dir, yes)
+
+
+def _ask_and_write(
+    folder: Path,
+    machine: Machine | None,
+    processes: int | None,
+    mixed_precision: Precision | None,
+    fallback: Fallback | None,
+    cache_dir: str | None,
+    yes: bool,
+) -> None:
     machine = _answer("What trains, and how is it shared?", machine, Machine.SINGLE_CPU, yes)
     processes = _processes(machine, processes, yes)
     mixed_precision = _answer("Mixed precision?", mixed_precision, Precision.NO, yes)
@@ -69,6 +83,19 @@ def init(
         f"wrote {folder / ACCELERATE_FILE} and {folder / OUR_FILE}\n"
         f"train with: ort-accel launch --config_file {folder / ACCELERATE_FILE} SCRIPT"
     )
+
+
+@contextmanager
+def _all_answered() -> Iterator[None]:
+    """Say what to do where the input ends before the last question, as in a script or a container."""
+    try:
+        yield
+    except typer.Abort as error:
+        if not isinstance(error.__context__, EOFError):
+            raise
+        typer.echo("\nthe input ended before all questions were answered, and nothing was written", err=True)
+        typer.echo("answer them by options (ort-accel init --help), or take the defaults with --yes", err=True)
+        raise typer.Exit(2) from error
 
 
 def our_yaml(fallback: str, cache_dir: str) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+SETTINGS: dict[str, Any] = {
+    "context_settings": {"ignore_unknown_options": True, "allow_interspersed_args": False},
+    "add_help_option": False,
+}
 """For typer: whatever it does not know goes on to accelerate's parser."""
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from accelerate.commands.config import default_config_file
@@ -27,6 +28,7 @@ from ort_accel.observe.freed_memory import JOINING, leaves_gaps
 
 RUNNER = "ort_accel.run"
 PROGRAM = "ort-accel launch"
+USAGE = f"{PROGRAM} [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]"
 
 
 def accelerates_help() -> str:
@@ -56,8 +58,16 @@ def launch(arguments: Sequence[str]) -> int:
 def _parser() -> ArgumentParser:
     parser: ArgumentParser = launch_command_parser()
     parser.prog = PROGRAM
+    parser.usage = USAGE
+    parser.error = _fail  # type: ignore[method-assign]  # argparse's prints the usage of all options before its error
     parser.add_argument("--ort_config", metavar="FILE", help="The YAML file that sets up ort_accel.")
     return parser
+
+
+def _fail(message: str) -> NoReturn:
+    missing = message.startswith("the following arguments are required: training_script")
+    what = "no script is named" if missing else message
+    raise OrtAccelError(f"{what}; usage: {USAGE} (all options: {PROGRAM} --help)")
 
 
 def _check_script(args: Namespace) -> None:

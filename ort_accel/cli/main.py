@@ -17,20 +17,19 @@ app = typer.Typer(
     help="Hugging Face training on ONNX Runtime: an unchanged model, set up by one YAML file.",
     epilog="Each command shows examples: `ort-accel check --help`.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("check")(check.check)
-app.command("schema")(schema.schema)
-app.command("env")(env.env)
-app.command("migrate")(migrate.migrate)
-app.command("explain")(explain.explain)
-app.command("bench")(bench.bench)
-app.command("init")(init.init)
-app.command("launch", context_settings=launch.SETTINGS, add_help_option=False)(launch.launch)
-app.command("compare-stats")(compare_stats.compare_stats)
+app.command("check", short_help="Find every mistake in configuration files.")(check.check)
+app.command("schema", short_help="Print a JSON Schema for editors.")(schema.schema)
+app.command("env", short_help="Show versions, and what is missing.")(env.env)
+app.command("migrate", short_help="Turn ORTMODULE_* variables into YAML.")(migrate.migrate)
+app.command("explain", short_help="Show what of a model runs where, and why.")(explain.explain)
+app.command("bench", short_help="Time a step beside eager and Inductor.")(bench.bench)
+app.command("init", short_help="Write the files for a launch.")(init.init)
+app.command("launch", short_help="Run a training script on ONNX Runtime.", **launch.SETTINGS)(launch.launch)
+app.command("compare-stats", short_help="Find where two runs part.")(compare_stats.compare_stats)
 
 
 def _print_version(asked: bool) -> None:

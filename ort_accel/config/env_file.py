@@ -42,7 +42,7 @@ def read_env_file(file: Path) -> list[Variable]:
     except OSError as error:
         raise ConfigError([Problem("", f"cannot be read: {error.strerror or error}", str(file))]) from error
     except UnicodeDecodeError as error:
-        raise ConfigError([Problem("", f"is not UTF-8: {error.reason} at byte {error.start}", str(file))]) from error
+        raise ConfigError([Problem("", "is no text in UTF-8; lines of KEY=VALUE are expected", str(file))]) from error
     variables: dict[str, Variable] = {}
     problems = []
     for number, line in enumerate(text.split("\n"), start=1):

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ort_accel.config.tree import Node, merge, value_at, without
+from ort_accel.config.tree import Node, merge, shortened, value_at, without
 from ort_accel.config.wording import EXTENDS
 from ort_accel.config.yaml_file import parse, read_file
 from ort_accel.errors import Problem
@@ -44,7 +44,9 @@ def follow(tree: Node, name: str, folder: Path, file: Path | None = None) -> Cha
         if link is None:
             break
         base, reason = _base_of(link, folder, names, seen)
-        content, unreadable = read_file(base, str(base)) if base else (None, reason)
+        content, unreadable = read_file(base, str(base), apart_from=seen) if base else (None, reason)
+        if base is not None and content is None:
+            unreadable = f"{shortened(str(base))!r}: {unreadable}"
         if base is None or content is None:
             chain.problems.append(link.place.problem((EXTENDS,), unreadable))
             chain.complete = False

@@ -92,7 +92,7 @@ def no_counterpart(reason: str) -> Rule:
 _EMPTY = "it is empty, which upstream took for not set"
 _CHOICE_IS_LEFT = "it is off, which leaves the choice to `compute.attention: auto`"
 _NO_COMPUTE_OPTIMIZER = "Upstream switched this off together with the compute optimizer."
-_NO_TRITON = "without ORTMODULE_USE_TRITON=1 upstream generated no kernels"
+_NO_TRITON = "ort_accel generates no Triton kernels; ONNX Runtime's own kernels run"
 _NO_TUNING = "without ORTMODULE_ENABLE_TUNING=1 upstream measured nothing"
 _OPSETS = range(17, 26)
 _FALLBACKS = (
@@ -184,28 +184,16 @@ def _chosen_attention(values: Values) -> Outcome:
 
 
 def triton(value: str, _: Values) -> Iterator[Outcome]:
-    note = "Used where Triton is installed, as upstream did; `true` makes its absence an error."
+    note = f"Without effect: {_NO_TRITON}. `true` is refused."
     yield Setting("compute.triton.enabled", "auto", note) if _is_on(value) else Setting("compute.triton.enabled", False)
 
 
-def triton_ops(value: str, values: Values) -> Iterator[Outcome]:
-    if not value:
-        yield NoCounterpart(_EMPTY)
-    elif not _set_to_1("USE_TRITON", values):
-        yield NoCounterpart(_NO_TRITON)
-    else:
-        yield Setting("compute.triton.ops_file", value)
+def triton_ops(value: str, _: Values) -> Iterator[Outcome]:
+    yield NoCounterpart(_NO_TRITON if value else _EMPTY)
 
 
-def triton_debug(value: str, values: Values) -> Iterator[Outcome]:
-    enabled = _is_on(value)
-    if enabled and not _set_to_1("USE_TRITON", values):
-        yield NoCounterpart(_NO_TRITON)
-        return
-    yield Setting("compute.triton.debug", enabled)
-    if enabled and not values.get("SAVE_ONNX_PATH"):
-        note = "Generated kernels are kept beside the saved models, in the folder that upstream used for them."
-        yield Setting("engine.save_onnx", "triton_debug", note)
+def triton_debug(value: str, _: Values) -> Iterator[Outcome]:
+    yield NoCounterpart(_NO_TRITON) if _is_on(value) else Setting("compute.triton.debug", False)
 
 
 def tuning_duration(value: str, values: Values) -> Iterator[Outcome]:

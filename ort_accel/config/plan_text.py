@@ -77,11 +77,13 @@ def read_plan_file(file: Path) -> tuple[Plan, ...]:
             content = stream.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise PlanError(f"{file} is larger than {MAX_BYTES >> 20} MiB; a JSON list of plans is expected")
-        texts = json.loads(content)
+        texts = json.loads(content)  # which guesses the encoding
     except PlanError:
         raise
     except OSError as error:
         raise PlanError(f"{file} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{file} is no text; a JSON list of plans is expected") from error
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{file} is not JSON: {error}") from error
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):

@@ -15,6 +15,7 @@ from ort_accel.config.tree import KeyPath, Node, dotted, place_of, plain, shorte
 from ort_accel.errors import Problem
 
 EXTENDS = "extends"
+WITHOUT_QUOTES = " without quotes"
 _OTHER_NAMES = {"gpu": "cuda", "none": "null", "nil": "null"}
 _OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 
@@ -75,7 +76,24 @@ def _similar_key(section: KeyPath, key: str, siblings: list[str]) -> str:
 def _wrong_value(path: KeyPath, value: object, kinds: list[str]) -> str:
     shape = shape_at(path)
     trouble = "is out of range" if _OUT_OF_RANGE.intersection(kinds) else "is not allowed"
-    return f"{_seen(value)} {trouble}{_meant(_similar_value(shape, value))} allowed: {allowed(shape)}"
+    meant = _similar_value(shape, value)
+    return f"{_seen(value)} {trouble}{_meant(meant if _would_do(path, meant) else '')} allowed: {allowed(shape)}"
+
+
+def _would_do(path: KeyPath, suggestion: str) -> bool:
+    """True if a suggestion is itself allowed at that place."""
+    try:
+        data: Any = read_scalar(suggestion.removesuffix(WITHOUT_QUOTES))
+    except ScalarError:
+        return False
+    place = tuple(0 if isinstance(part, int) else part for part in path)
+    for part in reversed(path):
+        data = [data] if isinstance(part, int) else {part: data}
+    try:
+        Config.model_validate(data)
+    except ValidationError as error:
+        return all(known_part(mistake["loc"]) != place for mistake in error.errors(include_url=False))
+    return True
 
 
 def _seen(value: object) -> str:
@@ -93,12 +111,18 @@ def _similar_value(shape: dict[str, Any], value: object) -> str:
     words = choices(shape)
     numbers = "integer" in str(shape) or "number" in str(shape)
     if isinstance(value, str):
-        return _similar_text(words, numbers, value)
+        return _with_namespace(shape, value) or _similar_text(words, numbers, value)
     if isinstance(value, float) and value.is_integer() and (str(int(value)) in words or "integer" in str(shape)):
         return str(int(value))
     if isinstance(value, bool) or value not in (0, 1):
         return ""
     return write_scalar(bool(value)) if "true" in words else "1.0" if value == 1 and numbers else ""
+
+
+def _with_namespace(shape: dict[str, Any], text: str) -> str:
+    """An operator's name as the examples write it, where only the namespace is missing: `aten.gelu` for `gelu`."""
+    namespaces = {example.partition(".")[0] for example in shape.get("examples", ()) if "." in example}
+    return f"{namespaces.pop()}.{text}" if namespaces and text.isidentifier() else ""
 
 
 def _similar_text(words: list[str], numbers: bool, text: str) -> str:
@@ -108,13 +132,13 @@ def _similar_text(words: list[str], numbers: bool, text: str) -> str:
     if _OTHER_NAMES.get(plainer) in words:
         return _OTHER_NAMES[plainer]
     if plainer in words:
-        return plainer if plainer != text else f"{text} without quotes"
+        return plainer if plainer != text else f"{text}{WITHOUT_QUOTES}"
     try:
         number = read_scalar(plainer.replace("_", "").replace(",", ""))
     except ScalarError:
         number = None
     if numbers and isinstance(number, int | float) and not isinstance(number, bool):
-        return f"{number} without quotes" if plainer == str(number) else str(number)
+        return f"{number}{WITHOUT_QUOTES}" if plainer == str(number) else str(number)
     close = get_close_matches(plainer, words, n=1) or [word for word in words if len(plainer) > 2 and plainer in word]
     return close[0] if close else ""
 

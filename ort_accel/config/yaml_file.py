@@ -5,8 +5,9 @@ The parser's events are read, rather than its finished nodes, so that depth and 
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -33,22 +34,26 @@ Reading = tuple[Node | None, list[Problem]]
 """The tree, where the text is YAML at all, and what is wrong with it."""
 
 
-def read_file(file: Path, name: str) -> tuple[bytes | None, str]:
-    """The bytes of a file, or None and the reason why there are none. Reads little more than is allowed."""
+def read_file(file: Path, name: str, apart_from: Collection[str] = ()) -> tuple[bytes | None, str]:
+    """The bytes of a file, or None and the reason why there are none. Reads little more than is allowed.
+
+    In the place of a missing file, none of `apart_from` is suggested.
+    """
     try:
         with file.open("rb") as stream:
             return stream.read(MAX_BYTES + 1), ""
     except FileNotFoundError:
-        return None, f"no such file{_similar_file(file)}"
+        return None, f"no such file{_similar_file(file, apart_from)}"
     except IsADirectoryError:
         return None, "this is a folder; name a YAML file in it"
     except (OSError, ValueError) as error:
         return None, f"{name!r} cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
-def _similar_file(file: Path) -> str:
+def _similar_file(file: Path, apart_from: Collection[str]) -> str:
     try:
-        names = [other.name for other in file.parent.iterdir() if other.suffix in {".yaml", ".yml"}]
+        files = [other for other in file.parent.iterdir() if other.suffix in {".yaml", ".yml"}]
+        names = [other.name for other in files if os.path.realpath(other) not in apart_from]
     except OSError:
         return f"; the folder {str(file.parent)!r} is not there either"
     close = get_close_matches(file.name, names, n=1)

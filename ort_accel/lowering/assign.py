@@ -76,7 +76,7 @@ class Assigner:
         if any(0 in map(expression, tensor.shape) for tensor in fakes_in(node.meta["val"])):
             return Refusal(Reason.SMALL, "an empty tensor, for which some kernels give no result")
         figures = self._figures(node)
-        return Refusal(Reason.SLOWER, figures) if figures else self._trial(node)
+        return Refusal(Reason.SLOWER_ELSEWHERE, figures) if figures else self._trial(node)
 
     def _by_design(self, node: fx.Node, target: torch._ops.OpOverload[..., Any]) -> Refusal | None:
         """Why a node is PyTorch's, whatever ONNX Runtime can do."""
@@ -134,7 +134,7 @@ class Assigner:
             model = ir.to_proto(graph.model(outputs, "trial")).SerializeToString()
             self.sessions.try_out(model, f"{op_name(node)} by itself")
         except Slower as error:
-            return Refusal(Reason.SLOWER, str(error))
+            return Refusal(Reason.SLOWER_ELSEWHERE, str(error))
         except NotLowerable as error:
             return Refusal(Reason.UNSUPPORTED_OP, str(error))
         except EndedBefore as error:

@@ -19,7 +19,7 @@ from ort_accel.lowering.fuse import fuse
 from ort_accel.lowering.in_place import is_own
 from ort_accel.lowering.islands import merge_islands
 from ort_accel.lowering.nodes import count_ops, is_part, is_size, is_view, op_name, returned, tensors_of, user_line
-from ort_accel.lowering.ort_segment import OrtSegment, Results, build, lie_in_pool
+from ort_accel.lowering.ort_segment import OrtSegment, Results, build, lie_in_pool, ort_makes_results
 from ort_accel.lowering.program import SIZE, Program, Step, mark_last_uses
 from ort_accel.lowering.pytorch_segment import PyTorchSegment
 from ort_accel.lowering.segments import Assignment, Body, Cut, assign, body_of, cut
@@ -107,8 +107,10 @@ def lower_graph(
             assignment = lowering.tuner.choose(module, name, assignment, make)
     cuts = _cuts(module.graph, assignment, lowering, gradients)
     with lowering.report.timed("build sessions", name):
-        program = _Assembly(module, lowering, name, bound, assignment, cuts).program(casts, gradients)
-    _record(cuts, assignment, lowering.report, name)
+        assembly = _Assembly(module, lowering, name, bound, assignment, cuts)
+        program = assembly.program(casts, gradients)
+    lowering.report.segments += assembly.records
+    _record(assignment, lowering.report)
     return program
 
 
@@ -156,11 +158,9 @@ def _refusal(error: Exception) -> Refusal:
     return Refusal(Reason.FAILED, f"when it was compiled: {short(error)}")
 
 
-def _record(cuts: Sequence[Cut], assignment: Assignment, report: Report, name: str) -> None:
+def _record(assignment: Assignment, report: Report) -> None:
     for refused, refusal in assignment.refusals.items():
         report.fallback(op_name(refused), refusal.reason, refusal.detail, where=user_line(refused))
-    for item in cuts:
-        report.segments.append(Segment(name, item.runner, count_ops(item.nodes), sum(map(flops, item.nodes))))
 
 
 class _Assembly:
@@ -177,6 +177,7 @@ class _Assembly:
     ) -> None:
         self._module, self._lowering, self._name, self._bound = module, lowering, name, bound
         self._assignment, self._free, self._cuts = assignment, assignment.free, cuts
+        self.records = [Segment(name, c.runner, count_ops(c.nodes), sum(map(flops, c.nodes))) for c in cuts]
         self._register: dict[Any, int] = {}
         self._place = {node: position for position, node in enumerate(module.graph.nodes)}
 
@@ -256,7 +257,7 @@ class _Assembly:
                 return self._ort_step(index, body, wanted)
             except Exception as error:  # whatever it is that ONNX Runtime refuses here, PyTorch can run
                 refusal = _refusal(error)
-                item.runner = Runner.PYTORCH
+                item.runner = self.records[index].runner = Runner.PYTORCH
                 self._assignment.refusals.update(dict.fromkeys(item.nodes, refusal))
         return self._pytorch_step(body, wanted, self._spent(index, body.inputs))
 
@@ -264,10 +265,12 @@ class _Assembly:
         model = build(body, wanted, self._lowering.opset)
         twin = cache(lambda: PyTorchSegment(body, wanted, self._module))
         name = f"{self._name} part {index}"
-        how = [] if lie_in_pool(wanted, self._lowering.pool_from) else [Results(wanted, model.output_orders)]
-        segment = OrtSegment(model, self._lowering.sessions, self._bound, twin, self._lowering.failed, name, *how)
+        in_pool = lie_in_pool(wanted, self._lowering.pool_from)
+        results = ort_makes_results if in_pool else Results(wanted, model.output_orders)
+        lowering, record = self._lowering, self.records[index]
+        segment = OrtSegment(model, lowering.sessions, self._bound, twin, lowering.failed, name, results, record=record)
         other = self._by_onednn(index, body, wanted)
-        run = segment if other is None else TwoWays(segment, other, body.nodes, self._lowering.changed)
+        run = segment if other is None else TwoWays(segment, other, body.nodes, lowering.changed, record)
         return self._numbered(run, segment.inputs, wanted)
 
     def _by_onednn(self, index: int, body: Body, wanted: list[fx.Node]) -> PyTorchSegment | None:

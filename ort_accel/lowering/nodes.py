@@ -5,13 +5,17 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK, get_current_meta
 
+import ort_accel
 from ort_accel.lowering.sizes import hinted_bytes
 
 aten = torch.ops.aten
@@ -27,6 +31,9 @@ CHECKS = {
 FROM_DATA = "from data"
 """Key in a node's meta: its value is such a number."""
 
+_TORCH, _OWN = (f"{PurePath(file).parent}/" for file in (torch.__file__, ort_accel.__file__))
+"""Folders of code that is not the model's. Lines of PyTorch's modules count where there are no others."""
+
 _FRAME = re.compile(r'File "(.+)", line (\d+), in .+\n +(.+)')
 
 
@@ -37,11 +44,26 @@ def op_name(node: fx.Node) -> str:
 
 def user_line(node: fx.Node) -> str:
     """The line of the model's code that a node comes from, as `modeling_bert.py:233: hidden = self.dense(hidden)`."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    trace = node.meta.get("stack_trace") or ""
+    if GRADIENT_ACC_SPECIAL_STACK in trace:  # a sum of gradients; the trace names the line of one that is added
+        return ""
+    frames = [frame for frame in _FRAME.findall(trace) if not frame[0].startswith(_OWN)]
     if not frames:
         return ""
-    path, line, code = next((frame for frame in reversed(frames) if "/torch/" not in frame[0]), frames[-1])
-    return f"{path.rpartition('/')[2]}:{line}: {code}"
+    path, line, code = next((frame for frame in reversed(frames) if not frame[0].startswith(_TORCH)), frames[-1])
+    return f"{PurePath(path).name}:{line}: {code}"
+
+
+@contextmanager
+def of_no_line() -> Iterator[None]:
+    """Give the nodes that a trace makes in here no line of the model, since a rewrite alone asks for them."""
+    meta = get_current_meta()
+    trace = meta.pop("stack_trace", None)
+    try:
+        yield
+    finally:
+        if trace is not None:
+            meta["stack_trace"] = trace
 
 
 def call(node: fx.Node) -> str:

@@ -20,6 +20,7 @@ from ort_accel.lowering.pytorch_segment import PyTorchSegment
 from ort_accel.lowering.registry import lower
 from ort_accel.lowering.segments import Body
 from ort_accel.lowering.sizes import SizeFunction, expression, hinted_bytes, is_known
+from ort_accel.reporting import Runner, Segment
 from ort_accel.runtime.out_of_memory import is_lack_of_memory
 from ort_accel.runtime.plain_blocks import unfilled
 from ort_accel.runtime.pool import release_unused
@@ -113,6 +114,11 @@ def lie_in_pool(results: Iterable[fx.Node], pool_from: float) -> bool:
     return any(hinted_bytes(value) >= pool_from or not all(map(is_known, value.shape)) for value in values)
 
 
+def ort_makes_results(_: dict[str, int]) -> Sequence[torch.Tensor]:
+    """No tensors for a model to write into: ONNX Runtime makes them."""
+    return ()
+
+
 class Results:
     """Makes the tensors that a model is to write its results into: memory of the C library, which each of them gives
     back by itself. What ONNX Runtime's pool hands out keeps its neighbours in the pool."""
@@ -145,9 +151,10 @@ class OrtSegment:
         twin: Callable[[], PyTorchSegment],
         on_failure: Callable[[Exception], bool],
         name: str,
-        results: Callable[[dict[str, int]], Sequence[torch.Tensor]] = lambda _: (),
+        results: Callable[[dict[str, int]], Sequence[torch.Tensor]] = ort_makes_results,
+        record: Segment | None = None,
     ) -> None:
-        """`results` makes what the model writes into; without it ONNX Runtime does."""
+        """`results` makes what the model writes into. `record` is told who ran the segment."""
         self.inputs = model.inputs
         names = [value.name or "" for value in model.model.graph.inputs]
         content = ir.to_proto(model.model).SerializeToString()
@@ -165,6 +172,7 @@ class OrtSegment:
         self._twin, self._on_failure = twin, on_failure
         self._results = results
         self._given_up = False
+        self._record = record or Segment(name, Runner.ORT, {})
 
     def __call__(self, tensors: list[Any], symbols: dict[str, int]) -> Sequence[Any]:
         """Run with these inputs."""
@@ -174,8 +182,10 @@ class OrtSegment:
             results = self._by_onnx_runtime(tensors, symbols)
         except Exception as error:
             replacement = self._by_pytorch(error, tensors, symbols)
+            self._record.runner = Runner.PYTORCH
             self._given_up = not self._on_failure(error)
             return replacement
+        self._record.runner = Runner.ORT
         for position, order in self._permuted:
             results[position] = results[position].permute(order)
         return results

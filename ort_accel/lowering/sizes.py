@@ -66,6 +66,16 @@ def is_known(size: Size) -> bool:
     return isinstance(size, int) or bool(size.node.has_hint())
 
 
+def known_positive(size: Size) -> bool:
+    """True if a size is above zero for every input that its graph takes, as far as can be told without adding a guard.
+
+    Dynamo compiles sizes of zero and one as fixed numbers, so that one which may change begins at two.
+    """
+    if isinstance(size, int):
+        return size > 0
+    return is_known(size) and bool(size.node.shape_env.bound_sympy(size.node.expr).lower > 0)
+
+
 def hint(size: Size) -> int:
     """A size as it was when the graph was captured; 1 where that is not known."""
     if isinstance(size, int):

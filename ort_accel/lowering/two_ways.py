@@ -16,6 +16,7 @@ from ort_accel.lowering.onednn import KnownSizes
 from ort_accel.lowering.ort_segment import OrtSegment
 from ort_accel.lowering.pytorch_segment import PyTorchSegment
 from ort_accel.lowering.sizes import SizeFunction, expression
+from ort_accel.reporting import Runner, Segment
 from ort_accel.runtime.pool import release_unused
 
 
@@ -23,14 +24,19 @@ class TwoWays:
     """Runs the segment one way or the other."""
 
     def __init__(
-        self, by_ort: OrtSegment, by_onednn: PyTorchSegment, nodes: Iterable[fx.Node], changed: Callable[[], None]
+        self,
+        by_ort: OrtSegment,
+        by_onednn: PyTorchSegment,
+        nodes: Iterable[fx.Node],
+        changed: Callable[[], None],
+        record: Segment,
     ) -> None:
-        """`changed` is told when oneDNN takes over."""
+        """`changed` is told when oneDNN takes over; `record` says who ran the segment last."""
         self.inputs = by_ort.inputs
         self._by_ort, self._by_onednn = by_ort, by_onednn
         values = [tensor for node in nodes for tensor in fakes_in(node.meta["val"])]
         self._sizes = SizeFunction(expression(size) for value in values for size in value.shape)
-        self._known, self._changed = KnownSizes(), changed
+        self._known, self._changed, self._record = KnownSizes(), changed, record
 
     def __call__(self, tensors: list[Any], symbols: dict[str, int]) -> Sequence[Any]:
         """Run with these inputs."""
@@ -40,4 +46,5 @@ class TwoWays:
                 return self._by_ort(tensors, symbols)
             release_unused()  # what ONNX Runtime's results took is not needed again
             self._changed()
+        self._record.runner = Runner.PYTORCH
         return self._by_onednn(tensors, symbols)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from io import StringIO
+from shutil import get_terminal_size
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ort_accel.observe.headline import percent, shared
 from ort_accel.observe.memory import render_memory
 from ort_accel.reporting import Fallback, Feature, Race, Report, Runner, Segment, State
 
@@ -21,8 +23,9 @@ WIDTH = 120
 """How wide the table is where there is no terminal to ask."""
 
 
-def feature_table(report: Report, everything: bool = True, width: int = WIDTH) -> str:
-    """The table as plain text."""
+def feature_table(report: Report, everything: bool = True, width: int | None = None) -> str:
+    """The table as plain text, as wide as the terminal where `width` does not say otherwise."""
+    width = width or get_terminal_size((WIDTH, 0)).columns
     console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
     console.print(render(report, everything))
     assert isinstance(console.file, StringIO)
@@ -41,7 +44,7 @@ def print_feature_table(report: Report, everything: bool = True, stderr: bool = 
 def render(report: Report, everything: bool = True) -> RenderableType:
     """The table for a rich console. Without `everything`, what is off is only named and long lists end early."""
     version = report.versions.get("ort_accel", "")
-    title = Text(f"***** ort_accel {version}: this model runs on ONNX Runtime *****", style="bold")
+    title = Text(f"***** ort_accel {version}: {shared(report)} *****".replace("  ", " "), style="bold")
     parts: list[RenderableType | None] = [
         title,
         _features(report.features.values(), everything),
@@ -92,16 +95,6 @@ def _add_share(table: Table, name: str, segments: Sequence[Segment]) -> None:
     nodes = amounts(lambda segment: segment.nodes, 1, 0)
     work = amounts(lambda segment: segment.flops, 1e9, 3)
     table.add_row(name, *nodes, *work, str(len(graphs)), str(len(segments)))
-
-
-def percent(part: float, whole: float) -> str:
-    """A share that is rounded, but to 0 or 100 only where that is exact."""
-    if not whole:
-        return "-"
-    rounded = round(100 * part / whole)
-    if rounded == 100 and part < whole:
-        return "> 99 %"
-    return "< 1 %" if rounded == 0 and part else f"{rounded} %"
 
 
 def _fallbacks(title: str, items: Sequence[Fallback], longest: int | None) -> RenderableType | None:
@@ -156,3 +149,6 @@ def _table(*headings: str) -> Table:
     for heading in headings:
         table.add_column(heading, no_wrap=heading is not headings[-1], overflow="fold")
     return table
+
+
+Report.as_table = staticmethod(feature_table)

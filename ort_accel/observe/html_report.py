@@ -10,7 +10,8 @@ from typing import Any
 from ort_accel.observe.axes import short
 from ort_accel.observe.charts import Line, bar_chart, line_chart, stacked_chart
 from ort_accel.observe.density_table import HEADINGS, NUMBERS, balancing, cells, meanings
-from ort_accel.observe.feature_table import KINDS, WORDS, percent
+from ort_accel.observe.feature_table import KINDS, WORDS
+from ort_accel.observe.headline import percent
 from ort_accel.observe.memory_section import memory_section
 from ort_accel.observe.page import COLOURS, Content, Markup, figures, folded, joined, page, table, tag
 from ort_accel.reporting import InputDensity, Inspection, Reason, Runner, State, Way
@@ -39,8 +40,8 @@ def html_report(data: Data) -> str:
     sections = [(title, content) for title, make in SECTIONS if (content := make(data))]
     return page(
         f"ort_accel {version}: what was done and measured".replace("  ", " "),
-        "What is applied and what is refused, who ran what, and what the steps took. Every number was measured or "
-        "derived in this run.",
+        "What is applied and what is refused, who ran what, and what the steps took. Numbers were measured or derived "
+        f"in this run, but for those beside “{Reason.SLOWER_ELSEWHERE}”.",
         _overview(data),
         [tag("section", tag("h2", title), content) for title, content in sections],
     )
@@ -48,7 +49,8 @@ def html_report(data: Data) -> str:
 
 def _overview(data: Data) -> Markup:
     segments, series = data["segments"], data["series"].get(_STEP_TIME, [])
-    forced = [item for item in data["fallbacks"] if not Reason(item["reason"]).is_choice]
+    cannot = (Reason.UNSUPPORTED_OP, Reason.UNSUPPORTED_DTYPE, Reason.DATA_DEPENDENT, Reason.MUTATION)
+    forced = [item for item in data["fallbacks"] if item["reason"] in cannot]
     shown = [
         ("of all nodes run by ONNX Runtime", _share(segments, "nodes")),
         ("of their FLOPs, estimated", _share(segments, "flops")),

@@ -49,12 +49,29 @@ def configure(log_level: str) -> None:
         LOG.addHandler(_ToStandardError())
 
 
+def say(text: str) -> None:
+    """Log a line that is no warning, at every level that lets warnings through."""
+    if LOG.isEnabledFor(logging.WARNING):
+        record = LOG.makeRecord(LOG.name, logging.INFO, __file__, 0, text, (), None, extra={_SAID: True})
+        LOG.handle(record)
+
+
+_SAID = "without_level"
+"""Attribute of a record that is shown without its level."""
+
+
+class _Format(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if hasattr(record, _SAID) else f"{record.levelname}: "
+        return f"ort_accel: {level}{super().format(record)}"
+
+
 class _ToStandardError(logging.StreamHandler[TextIO]):
     """Writes to what is the standard error at that time, unless the program has set up logging of its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.setFormatter(logging.Formatter("ort_accel: %(levelname)s: %(message)s"))
+        self.setFormatter(_Format())
 
     @property
     def stream(self) -> TextIO:

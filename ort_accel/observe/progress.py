@@ -1,22 +1,28 @@
-"""What is going on while a model is set up, and the feature table once its first step is over."""
+"""Shows what is going on while a model is set up, and one line about the model once its first step is over."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TextIO
 
 from rich.console import Console
-from rich.status import Status
+from rich.text import Text
 
 from ort_accel.observe.feature_table import print_feature_table
-from ort_accel.observe.logs import LOG, speaks
-from ort_accel.reporting import Report
+from ort_accel.observe.headline import headline
+from ort_accel.observe.logs import LOG, say, speaks
+from ort_accel.reporting import Reason, Report
 
 PATIENCE = 2.0
 """Seconds of set-up after which a terminal shows that something is going on."""
 
-_WITH_PROGRESS = ("verbose", "devinfo", "info")
-_WITH_TABLE = (*_WITH_PROGRESS, "warning")
+_WITH_TABLE = ("verbose", "devinfo", "info")
+_WITH_LINE = ("warning",)
 
 
 class Progress:
@@ -24,11 +30,11 @@ class Progress:
 
     def __init__(self, report: Report, log_level: str) -> None:
         self._report, self._level = report, log_level
-        self._depth, self._text = 0, ""
+        self._depth, self._text, self._begun = 0, "", 0.0
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
-        self._status: Status | None = None
-        self._table_due = log_level in _WITH_TABLE and speaks(log_level)
+        self._shown = ExitStack()
+        self._is_due = log_level in (*_WITH_TABLE, *_WITH_LINE) and speaks(log_level)
         report.watchers.append(self)
 
     def begin(self, phase: str, graph: str) -> None:
@@ -36,9 +42,8 @@ class Progress:
         self._depth += 1
         self._text = f"{graph}: {phase}" if graph else phase
         LOG.info(self._text)
-        if self._status is not None:
-            self._status.update(self._line())
-        elif self._depth == 1 and self._wants_status():
+        if self._depth == 1 and self._wants_status():
+            self._begun = time.monotonic()
             self._timer = threading.Timer(PATIENCE, self._show_status)
             self._timer.daemon = True
             self._timer.start()
@@ -50,15 +55,22 @@ class Progress:
             if self._depth or self._timer is None:
                 return
             self._timer.cancel()
-            if self._status is not None:
-                self._status.stop()
-            self._timer = self._status = None
+            self._shown.close()
+            self._timer = None
 
     def call(self) -> None:
         """A model is called: if it was trained in a step before, the report is complete enough to be shown once."""
-        if self._table_due and any(segment.graph.startswith("backward") for segment in self._report.segments):
-            self._table_due = False
-            print_feature_table(self._report, everything=self._level in _WITH_PROGRESS, stderr=True)
+        if self._is_due and self._has_trained():
+            self._is_due = False
+            if self._level in _WITH_TABLE:
+                print_feature_table(self._report, stderr=True)
+            else:
+                say(headline(self._report))
+
+    def _has_trained(self) -> bool:
+        if any(segment.graph.startswith("backward") for segment in self._report.segments):
+            return True
+        return any(item.reason is Reason.NOT_COMPILED for item in self._report.fallbacks)
 
     def _wants_status(self) -> bool:
         return self._level == "warning" and sys.stderr.isatty() and speaks(self._level)
@@ -66,8 +78,34 @@ class Progress:
     def _show_status(self) -> None:
         with self._lock:
             if self._depth:
-                self._status = Console(stderr=True).status(self._line())
-                self._status.start()
+                console = Console(stderr=True)
+                terminal = sys.stderr
+                self._shown.enter_context(console.status(self))
+                self._shown.enter_context(_written_above(terminal))
 
-    def _line(self) -> str:
-        return f"ort_accel sets up the model: {self._text}"
+    def __rich__(self) -> Text:
+        """The line as it is now; asked for several times a second."""
+        return Text(f"ort_accel sets up the model: {self._text}, {time.monotonic() - self._begun:.0f} s")
+
+
+@contextmanager
+def _written_above(terminal: TextIO) -> Iterator[None]:
+    """Let log handlers that write to a terminal write above the line that Rich keeps at its end.
+
+    Rich replaces the standard error for the time of its line. A handler that was made before holds the terminal itself.
+    """
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    handlers = {
+        handler
+        for logger in loggers
+        if isinstance(logger, logging.Logger)
+        for handler in logger.handlers
+        if isinstance(handler, logging.StreamHandler) and handler.stream is terminal
+    }
+    for handler in handlers:
+        handler.setStream(sys.stderr)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.setStream(terminal)

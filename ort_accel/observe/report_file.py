@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ort_accel.errors import OrtAccelError
-from ort_accel.files import write_aside
+from ort_accel.files import why_not_writable, write_aside
 from ort_accel.observe.html_report import html_report
 from ort_accel.observe.logs import LOG, rank
 from ort_accel.observe.memory_png import memory_png
@@ -70,13 +70,8 @@ class ReportFile:
             self.write()
 
     def _probe(self) -> None:
-        probe = self._path.with_name(f".{self._path.name}.probe")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_aside(probe, b"")
-            probe.unlink()
-        except OSError as error:
-            self._say(f"the report cannot be written to {self._path}: {error.strerror or error}")
+        if why := why_not_writable(self._path):
+            self._say(f"the report cannot be written to {self._path}: {why}")
 
     def _say(self, text: str) -> None:
         self._report.refused(KEY, text)

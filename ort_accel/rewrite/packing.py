@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._sympy.printers import PythonPrinter
 
 from ort_accel.lowering.draws import kept
-from ort_accel.lowering.nodes import is_part, is_random
+from ort_accel.lowering.nodes import is_part, is_random, of_no_line
 from ort_accel.lowering.row_operators import own
 from ort_accel.lowering.sizes import expression
 from ort_accel.rewrite.front import Front
@@ -111,6 +111,7 @@ class Packing(fx.Interpreter):
             return value
         return self._unpacked(node, value)
 
+    @of_no_line()
     def _unpacked(self, node: fx.Node, value: Packed) -> Tensor:
         """A packed value with zeros in all other rows."""
         fake = value_of(node)
@@ -135,9 +136,15 @@ class Packing(fx.Interpreter):
         """A packed value for rows along these dimensions; others read its rows along more of them."""
         return self._at(value, rows) if value.dims == dims else self._pack(self._unpacked(node, value), dims, rows)
 
+    @of_no_line()
     def _pack(self, dense: Tensor, dims: Dims, rows: RowSet) -> Tensor:
-        return own.rows_of(_rows_first(dense, dims), self.rows(rows), self.places(rows))
+        return self._rows_of(_rows_first(dense, dims), rows)
 
+    @of_no_line()
+    def _rows_of(self, tensor: Tensor, rows: RowSet) -> Tensor:
+        return own.rows_of(tensor, self.rows(rows), self.places(rows))
+
+    @of_no_line()
     def _at(self, value: Packed, rows: RowSet) -> Any:
         """A packed value for other rows: a part of its own."""
         if value.rows == rows:
@@ -157,6 +164,7 @@ class Packing(fx.Interpreter):
         """For every place, its number in a set, or -1."""
         return self._tables[len(self._plan.sets) + rows.number]
 
+    @of_no_line()
     def coordinates(self, node: fx.Node, dims: Dims, axis: int, rows: RowSet) -> Tensor:
         """Where each row of a set stands along one axis."""
         sizes = [self.size(expression(value_of(node).shape[dim])) for dim in dims]
@@ -173,7 +181,7 @@ class Packing(fx.Interpreter):
     def _loss(self, loss: Loss) -> Tensor:
         rows, dims = self._plan.set_of[loss.scores], loss.demand.dims
         scores = self.packed(loss.scores, dims, rows)
-        target = own.rows_of(self._dense(loss.target).reshape(-1), self.rows(rows), self.places(rows))
+        target = self._rows_of(self._dense(loss.target).reshape(-1), rows)
         value = loss.of_rows(scores, target, lambda item: fx.map_arg(item, self._dense))
         if loss.reduction != 0:
             return value
@@ -185,6 +193,7 @@ class Packing(fx.Interpreter):
         chooses = node.target in {aten.select.int, aten.index.Tensor}
         return chooses and isinstance(value, Packed) and value.dims == (0, 1)
 
+    @of_no_line()
     def _chosen(self, node: fx.Node) -> Tensor:
         """One token of each sequence, from packed tokens."""
         given: Any = node.args[0]
@@ -201,6 +210,7 @@ class Packing(fx.Interpreter):
         numbers = places.index_select(0, wanted)
         return _take(value.tensor, numbers, batch)
 
+    @of_no_line()
     def _of_slice(self, node: fx.Node, dims: Dims, rows: RowSet) -> Tensor:
         """Rows of a slice, taken from what it is a slice of."""
         given: Any = node.args[0]
@@ -270,7 +280,7 @@ class Packing(fx.Interpreter):
         """With zeros where nothing was computed, which are not looked at."""
         args, kwargs = (fx.map_arg(item, self._dense) for item in (attention.node.args, attention.node.kwargs))
         dense = attention.node.target(*args, **kwargs)
-        return own.rows_of(flat_heads(dense), self.rows(queries), self.places(queries))
+        return self._rows_of(flat_heads(dense), queries)
 
     # Sizes
 
@@ -324,6 +334,7 @@ class _Inputs:
     def dense(self, value: Any) -> Any:
         return fx.map_arg(value, self.packing._dense)
 
+    @of_no_line()
     def along(self, value: Tensor, dim: int, axis: int) -> Tensor:
         some = self.packing._demands.rows(self.node)
         assert some is not None

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import ort_accel
 from ort_accel.files import write_aside
+from ort_accel.observe.logs import LOG
 from ort_accel.reporting import Report
 
 FORMAT = b"ort_accel cache 1\n"
@@ -42,6 +43,7 @@ class ModelCache:
 
     def __init__(self, folder: Path, keys: ModelKeys, report: Report) -> None:
         self._folder, self._keys, self._report = folder, keys, report
+        self._is_refused = False
         self._delete_unfinished()
 
     def get(self, model: bytes) -> bytes | None:
@@ -69,7 +71,12 @@ class ModelCache:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_aside(self._path(model), content)
         except OSError as error:
-            self._report.note(f"engine.cache_dir: cannot write to {self._folder}: {error.strerror}; nothing is kept")
+            text = f"{self._folder} cannot be written to: {error.strerror}; what is compiled is not kept"
+            self._report.refused("engine.cache_dir", text)
+            self._report.note(f"engine.cache_dir: {text}")
+            if not self._is_refused:
+                self._is_refused = True
+                LOG.warning("engine.cache_dir: %s", text)
 
     def _delete_unfinished(self) -> None:
         """Delete what killed processes left; what is fresh may belong to one that is writing."""

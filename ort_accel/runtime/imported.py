@@ -1,12 +1,13 @@
 """onnxruntime, imported so that nothing else changes: onnxruntime-training (1.19) tries to load a front end of its own.
 
 That front end does not load beside a current torch, but has by then imported DeepSpeed, which writes to the standard
-output and takes seconds, and put wrappers around functions of others.
+output and takes seconds, put wrappers around functions of others, and given the root logger a handler.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,9 +41,19 @@ def restore_checkpoint_functions() -> None:
             names["checkpoint"] = inspect.getclosurevars(names["checkpoint"]).nonlocals["original_checkpoint"]
 
 
+@contextmanager
+def _without_logging_set_up() -> Iterator[None]:
+    """Leave the root logger as it was: with a handler of onnxruntime's, a script's `basicConfig` does nothing."""
+    root = logging.getLogger()
+    before = list(root.handlers)
+    yield
+    for handler in [handler for handler in root.handlers if handler not in before]:
+        root.removeHandler(handler)
+
+
 import torch  # noqa: E402, F401 - loads the CUDA libraries that onnxruntime-gpu is linked to
 
-with _without_deepspeed():
+with _without_deepspeed(), _without_logging_set_up():
     try:
         import onnxruntime
         from onnxruntime.capi import _pybind_state as native

@@ -166,14 +166,14 @@ def test_losses_and_gradients_are_eagers_whoever_runs_a_step(steps_of_some_time,
     spent["engine"] = engine_s
     expected, found = Model(), Model()
     ours = ort_accel.accelerate(found, {"version": 1})
-    with caplog.at_level(logging.INFO, "ort_accel"):
+    with caplog.at_level(logging.INFO):
         got, gradients = train(ours, 40)
     comparison = ort_accel.report(ours).comparison
     assert comparison.runner == ("eager PyTorch" if engine_s else "ort_accel")
     assert str(comparison) in ort_accel.report(ours).features[FEATURE].effect
-    assert {record.levelno for record in caplog.records if "times as long" in record.getMessage()} == {
-        logging.WARNING if engine_s else logging.INFO
-    }
+    assert [record.getMessage() for record in caplog.records].count(str(comparison)) <= 1
+    assert any("times as long" in record.getMessage() for record in caplog.records)
+    assert ("eager PyTorch runs" in str(ort_accel.report(ours))) is (engine_s > 0)
     assert {"eager", "engine"} == set(ran)
     ran.clear()
     losses, exact = train(expected, 40)

@@ -70,3 +70,12 @@ def test_the_default_configuration_can_be_obeyed():
 def test_fusions_off_leaves_the_graph_to_onnxruntime_as_it_is():
     model = ort_accel.accelerate(nn.Linear(2, 2), {"compute": {"fusions": False}})
     assert model._compiled_call_impl.backend.lowering.sessions.settings.optimize is False
+
+
+def test_an_operator_that_there_is_not_cannot_be_kept_from_onnx_runtime():
+    for name, meant in (("aten.geluu", "aten.gelu"), ("aten.gelu.no_such", "aten.gelu")):
+        with pytest.raises(
+            ConfigError, match=rf"engine\.run_in_pytorch: PyTorch .* has no {name}; did you mean {meant}\?"
+        ):
+            ort_accel.accelerate(nn.Linear(2, 2), {"engine": {"run_in_pytorch": ["aten.tanh", name]}})
+    ort_accel.accelerate(nn.Linear(2, 2), {"engine": {"run_in_pytorch": ["aten.add.Tensor", "mine.operator"]}})

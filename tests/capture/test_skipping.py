@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -93,6 +94,16 @@ def test_the_report_says_what_counted() -> None:
     assert states(ours)["density.labels"] is states(ours)["density.padding"] is State.APPLIED
     assert "% of the rows count, over 4 batches" in found.features["density.labels"].effect
     assert found.features["compute.loss_only"].state is State.APPLIED
+
+
+def test_a_feature_that_leaves_no_row_out_is_not_on() -> None:
+    eager, ours = pair(Model(), engine())
+    for seed in range(2):
+        assert_step_as_eager(eager, ours, **batch(4, 10, real=1.0, labelled=1.0, seed=seed), seed=seed)
+    found = report(ours)
+    assert found.counters["batches run on some rows"] == 0
+    assert states(ours)["density.labels"] is states(ours)["density.padding"] is State.OFF
+    assert re.match(r"100% of the rows count, over \d batch(es)?, too many", found.features["density.padding"].reason)
 
 
 @pytest.mark.parametrize(

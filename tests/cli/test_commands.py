@@ -38,6 +38,43 @@ def test_a_mistake_on_the_command_line_exits_with_2(arguments):
     assert runner.invoke(app, arguments).exit_code == 2
 
 
+def test_no_summary_of_a_command_is_cut_off():
+    listed = runner.invoke(app, ["--help"]).stdout.partition("Commands:")[2]
+    assert "..." not in listed
+    assert all(line.rstrip().endswith(".") for line in listed.splitlines() if line.strip())
+
+
+def completed(words):
+    """What a shell is told to offer for the last of these words."""
+    variables = {"_ORT_ACCEL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    return run(env={**os.environ, **variables}).stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("ort-accel la", {"launch"}),
+        ("ort-accel explain --pn", {"--png"}),
+        ("ort-accel bench --model lla", {"llama"}),
+        ("ort-accel init --machine ddp --fallback e", {"error"}),
+    ],
+)
+def test_shells_complete_commands_options_and_choices(words, offered):
+    assert set(completed(words)) == offered
+
+
+def test_the_script_for_a_shell_is_about_the_command():
+    shown = run("--show-completion", "bash")
+    assert "complete -o default -F _ort_accel_completion ort-accel" in shown.stdout
+
+
+def test_bench_refuses_a_file_that_it_could_not_write_before_it_measures(tmp_path, monkeypatch):
+    monkeypatch.setattr("ort_accel.cli.bench._show", lambda *_: pytest.fail("it measured"))
+    result = runner.invoke(app, ["bench", "--json", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+
+
 def test_help_imports_no_engine():
     code = (
         "import sys\nfrom ort_accel.cli.main import app\n"

@@ -35,7 +35,7 @@ def nodes(report, graph):
 def test_a_known_name_builds_a_tiny_model():
     result = runner.invoke(app, ["explain", "bert"])
     assert result.exit_code == 0
-    assert "this model runs on ONNX Runtime" in result.stdout
+    assert "% of the work on ONNX Runtime" in result.stdout
     assert re.search(r"^forward \d, in the order of running:", result.stdout, re.MULTILINE)
     assert re.search(r"^backward \d, in the order of running:", result.stdout, re.MULTILINE)
     assert "aten.addmm.default" in result.stdout
@@ -128,3 +128,12 @@ def test_the_peak_of_a_step_is_predicted_and_measured_on_demand():
     assert frontier[-1]["bytes"] > frontier[-1]["resident"] > 0
     assert report["measured_peak"]["bytes"] > 0
     assert explained("bert")["measured_peak"] is None
+
+
+@pytest.mark.parametrize("name", ["x.gif", "folder.png"])
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_runs(tmp_path, monkeypatch, name):
+    (tmp_path / "folder.png").mkdir()
+    monkeypatch.setattr("ort_accel.cli.explain._explained", lambda *_: pytest.fail("the model was trained"))
+    result = runner.invoke(app, ["explain", "bert", "--png", str(tmp_path / name)])
+    assert result.exit_code == 2
+    assert "--png: " in result.stderr

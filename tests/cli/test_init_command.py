@@ -81,3 +81,11 @@ def test_files_that_are_there_are_kept_unless_forced(tmp_path):
 def test_an_impossible_answer_writes_nothing(tmp_path, arguments, message):
     assert message in init(tmp_path / "new", "--yes", *arguments, code=2).output
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("answers", ["", "ddp\n2\n"])
+def test_an_input_that_ends_early_says_how_to_go_on_and_writes_nothing(tmp_path, answers):
+    done = init(tmp_path / "new", answers=answers, code=2)
+    assert "answer them by options (ort-accel init --help), or take the defaults with --yes" in done.stderr
+    assert "Aborted" not in done.output
+    assert not (tmp_path / "new").exists()

@@ -116,6 +116,8 @@ def test_glibc_is_told_to_leave_no_gaps_where_it_would(started, script, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([], "no script is named; usage: ort-accel launch [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]"),
+        (["--num_processes", "two", "train.py"], "--num-processes: invalid int value: 'two'; usage: ort-accel launch"),
         (["trian.py"], "trian.py: no such script; did you mean train.py?"),
         (["nowhere/train.py"], "nowhere/train.py: no such script; the folder 'nowhere' is not there either"),
         (["-m", "no_such_package.train"], "no_such_package.train: no such module"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 from typer.testing import CliRunner
 
@@ -53,3 +54,18 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path):
 
 def test_the_help_says_how_editors_find_it():
     assert "# yaml-language-server: $schema=ort_accel.schema.json" in runner.invoke(app, ["schema", "--help"]).stdout
+
+
+def test_a_report_file_ends_as_the_command_that_checks_wants_it():
+    allowed = printed()["$defs"]["Observe"]["properties"]["report_file"]["anyOf"]
+    pattern = next(kind["pattern"] for kind in allowed if kind["type"] == "string")
+    for name, is_right in (
+        ("a.html", True),
+        ("out/b.json", True),
+        ("c.txt", False),
+        ("html", False),
+        ("d.htmlx", False),
+    ):
+        text = f"observe: {{report_file: {name}}}\n"
+        checked = runner.invoke(app, ["check", "-"], input=text)
+        assert (re.search(pattern, name) is not None, checked.exit_code == 0) == (is_right, is_right)

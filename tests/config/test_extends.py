@@ -54,7 +54,8 @@ def test_a_circle_is_refused_with_its_chain(write):
 def test_a_missing_file_is_located_where_it_is_named(write):
     write(a="version: 1\nextends: nowhere.yaml\nmemory: {lvel: 1}\n")
     found = problems("a.yaml")
-    assert found[0].startswith("a.yaml:2:10: extends: no such file")
+    assert found[0].startswith("a.yaml:2:10: extends: 'nowhere.yaml': no such file")
+    assert "did you mean" not in found[0]  # the only file there is the one that was read
     assert found[1].startswith("a.yaml:3:10: memory.lvel: unknown key")
 
 

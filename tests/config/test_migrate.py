@@ -123,6 +123,14 @@ def test_a_bad_file_of_plans_is_an_error_that_names_it(tmp_path, content):
         yaml_of(MEMORY_OPT_CONFIG=str(plans))
 
 
+def test_plans_in_a_file_that_is_no_text_are_refused_without_a_codec(tmp_path):
+    plans = tmp_path / "plans.json"
+    plans.write_bytes(b"\x98\xff\x00\x81 no text")
+    with pytest.raises(ConfigError, match=r"plans\.json is no text; a JSON list of plans is expected") as caught:
+        yaml_of(MEMORY_OPT_CONFIG=str(plans))
+    assert "codec" not in str(caught.value)
+
+
 def test_two_attention_kernels_leave_the_choice_between_them():
     assert config_of(USE_FLASH_ATTENTION="1", USE_EFFICIENT_ATTENTION="1").compute.attention == "fused"
 
@@ -132,10 +140,15 @@ def test_gradient_management_stays_off_without_custom_autograd_as_upstream_did()
     assert config.memory.early_gradient_release is False
 
 
-def test_triton_settings_need_triton():
-    on, off = (config_of(USE_TRITON=switch, TRITON_DEBUG="1", TRITON_CONFIG_FILE="ops.json") for switch in "10")
-    assert (on.compute.triton.debug, str(on.compute.triton.ops_file)) == (True, "ops.json")
-    assert (off.compute.triton.debug, off.compute.triton.ops_file) == (False, None)
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_what_asks_for_triton_kernels_is_left_out_with_the_reason_since_there_are_none(switch):
+    asked = {"USE_TRITON": switch, "TRITON_DEBUG": "1", "TRITON_CONFIG_FILE": "ops.json"}
+    triton = config_of(**asked).compute.triton
+    assert (triton.debug, triton.ops_file) == (False, None)
+    text = yaml_of(**asked)
+    for name in ("TRITON_DEBUG=1", "TRITON_CONFIG_FILE=ops.json"):
+        assert f"{name}: ort_accel generates no Triton kernels" in " ".join(text.replace("\n#  ", "").split())
+    assert "installed" not in text
 
 
 def test_the_folder_of_tuning_results_becomes_a_file_in_it():

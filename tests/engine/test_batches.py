@@ -171,6 +171,30 @@ def test_what_pytorch_runs_is_said_once(caplog):
     assert len(said) == 1
 
 
+class ManyKinds(nn.Module):
+    """Holds operators of many kinds that PyTorch runs, on lines that are long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        hidden_states_of_the_layer = self.linear(x).sort(-1).values.topk(4).values
+        total_of_all_that_is_sorted = torch.linalg.inv(hidden_states_of_the_layer)
+        total_of_all_that_is_sorted = total_of_all_that_is_sorted + hidden_states_of_the_layer.cummax(-1)[0]
+        return total_of_all_that_is_sorted.kthvalue(2)[0].sum() + hidden_states_of_the_layer.mode(-1)[0].sum()
+
+
+def test_a_warning_of_many_kinds_is_short_and_counts_the_rest(caplog):
+    model = ort_accel.accelerate(ManyKinds())
+    model(torch.randn(4, 8)).backward()
+    said = [record.getMessage() for record in caplog.records if record.name == "ort_accel"]
+    assert any(" more kinds; details: print(ort_accel.report(model))" in line for line in said)
+    assert max(map(len, said)) < 500
+    for line in said:
+        assert line.count(" (") <= 4
+
+
 def test_all_of_it_is_listed_where_it_is_an_error():
     ours = ort_accel.accelerate(Sorting(), {"version": 1, "engine": {"fallback": "error"}})
     with pytest.raises(Exception, match=r"(?s)aten\.sort.*aten\.topk|aten\.topk.*aten\.sort"):

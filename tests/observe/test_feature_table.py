@@ -5,7 +5,8 @@ import re
 import pytest
 from rich.console import Console
 
-from ort_accel.observe.feature_table import feature_table, percent, render
+from ort_accel.observe.feature_table import feature_table, render
+from ort_accel.observe.headline import headline, percent, shared
 from ort_accel.reporting import Race, Reason, Report, Runner, Segment
 
 
@@ -120,3 +121,42 @@ def test_without_colour_it_is_plain_text(variable, monkeypatch):
 )
 def test_only_all_is_100_percent_and_only_nothing_is_0(part, whole, text):
     assert percent(part, whole) == text
+
+
+def test_the_title_says_who_runs_how_much_and_never_more():
+    assert "***** ort_accel 9.8.7: 90 % of the work on ONNX Runtime *****" in feature_table(report())
+    made = report()
+    for segment in made.segments:
+        segment.runner = Runner.PYTORCH
+    assert shared(made) == "PyTorch runs all of the work (mostly random), ONNX Runtime 0 %"
+    made.fallback("a graph break", Reason.GRAPH_BREAK, "print")
+    assert shared(made).endswith("ONNX Runtime 0 %, and 1 place of the model in eager PyTorch")
+
+
+def test_code_outside_of_graphs_is_not_counted_and_said():
+    made = report()
+    for detail in ("print", "a set"):
+        made.fallback("a graph break", Reason.GRAPH_BREAK, detail)
+    assert headline(made) == (
+        "90 % of the captured work on ONNX Runtime, and 2 places of the model in eager PyTorch, set up in 1.8 s; "
+        "details: print(ort_accel.report(model))"
+    )
+
+
+def test_without_matrix_products_the_operators_count():
+    made = Report()
+    made.segments += [Segment("forward 0", Runner.ORT, {"aten.exp": 3}), Segment("forward 0", Runner.PYTORCH, {"a": 1})]
+    assert shared(made) == "75 % of the work on ONNX Runtime"
+
+
+def test_a_model_that_was_declined_says_why():
+    made = Report()
+    made.refused("engine", "it is on a TPU")
+    assert shared(made) == "PyTorch runs this model: it is on a TPU"
+
+
+def test_printing_a_report_shows_its_table_and_its_repr_is_short():
+    made = report()
+    assert str(made) == feature_table(made)
+    assert len(repr(made)) < 130
+    assert "3 segments" in repr(made)

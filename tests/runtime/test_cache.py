@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ort_accel
-from ort_accel.reporting import Report
+from ort_accel.reporting import Report, State
 from ort_accel.runtime import cache as cache_module
 from ort_accel.runtime.cache import ModelCache, ModelKeys
 
@@ -91,6 +91,20 @@ def test_a_full_disk_costs_only_a_note(tmp_path, monkeypatch):
     report, grad = train_once(cache_dir=str(tmp_path))
     assert any("No space left on device" in note for note in report.notes)
     assert grad is not None
+
+
+def test_a_folder_that_nothing_can_be_kept_in_is_not_on_and_is_said_once(tmp_path, monkeypatch, caplog):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert train_once(cache_dir=str(tmp_path))[0].features["engine.cache_dir"].state is State.APPLIED
+    for path in entries(tmp_path):
+        path.unlink()
+    monkeypatch.setattr(cache_module, "write_aside", full)
+    report, _ = train_once(cache_dir=str(tmp_path))
+    found = report.features["engine.cache_dir"]
+    assert (found.state, "No space left on device" in found.reason) == (State.REFUSED, True)
+    assert len([record for record in caplog.records if "No space left on device" in record.getMessage()]) == 1
 
 
 def write_many(folder: str, seed: int) -> None:

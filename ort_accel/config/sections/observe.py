@@ -8,6 +8,9 @@ from pydantic import Field
 
 from ort_accel.config.values import FilePath, Section
 
+ReportPath = Annotated[FilePath, Field(json_schema_extra={"pattern": r"\.(json|html)$"})]
+"""A file of a kind that reports are written in. `rules.py` says what is wrong with others."""
+
 
 class ActivationStatistics(Section):
     """Per-module activation statistics, in files that two runs can be compared by."""
@@ -35,8 +38,9 @@ class Observe(Section):
     """What is logged, measured and written down."""
 
     log_level: Literal["verbose", "devinfo", "info", "warning", "error", "fatal"] = "warning"
-    """How much is said. `warning` and above speak on rank 0 only; `info` adds the feature table's details; `devinfo`
-    speaks on every rank; `verbose` hides nothing of ONNX Runtime's own log."""
+    """How much is said. `warning` logs one line a model, with the share of its work that ONNX Runtime runs, and real
+    problems; `info` prints the feature table and each phase of set-up, too. These and `error` speak on rank 0 only;
+    `devinfo` speaks on every rank; `verbose` hides nothing of ONNX Runtime's own log."""
 
     memory_stats: bool = False
     """Log memory before and after forward and backward: the first ten steps, then at powers of two."""
@@ -44,6 +48,6 @@ class Observe(Section):
     activation_statistics: ActivationStatistics | None = None
     """Record per-module activation statistics; `null` records none."""
 
-    report_file: FilePath | None = None
+    report_file: ReportPath | None = None
     """Write the report to this file at the end of training: `.json` for machines, `.html` for people, as one page that
     needs no network."""

@@ -10,6 +10,7 @@ import torch
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand
 from ort_accel.lowering.ops.elementwise import extreme_of_two, log1p_of, operand_as, root_of, trunc_of
 from ort_accel.lowering.registry import lowers
+from ort_accel.lowering.sizes import known_positive
 
 aten = torch.ops.aten
 
@@ -115,7 +116,8 @@ def pow_tensor(graph: OnnxGraph, base: Any, exponent: Operand) -> Any:
 
 def _integer_divisor(divisor: Any) -> None:
     """A division by zero would end the process, where PyTorch raises an error."""
-    if isinstance(divisor, Operand) or not isinstance(divisor, int) or divisor in {0, -1}:
+    is_size = isinstance(divisor, torch.SymInt) and known_positive(divisor)
+    if not is_size and (not isinstance(divisor, int) or divisor in {0, -1}):
         raise NotLowerable("a division of integers by what may be zero")
 
 

@@ -185,8 +185,10 @@ def test_steps_equal_eagers_wherever_they_run(placement):
     eager, ours = pair(layers, {"compute": {"placement": placement}})
     assert_step_as_eager(eager, ours, torch.randn(600, 256), loss=lambda y: y.square().mean())
     report = ort_accel.report(ours)
-    moved = {item.op for item in report.fallbacks if item.reason is Reason.SLOWER}
+    slower = (Reason.SLOWER, Reason.SLOWER_ELSEWHERE)
+    moved = {item.op for item in report.fallbacks if item.reason in slower}
     if placement == "fixed":
+        assert all(item.reason is not Reason.SLOWER for item in report.fallbacks)  # nothing was timed here
         assert moved == {"aten.gelu_backward.default", "aten.native_layer_norm_backward.default"}
     if placement == "onnxruntime":
         assert moved == set()
@@ -201,7 +203,7 @@ def test_steps_equal_eagers_wherever_they_run(placement):
 def test_where_bits_must_not_differ_nothing_is_measured(wish):
     _, ours = pair(nn.Linear(4, 4), wish)
     ours(torch.randn(2, 4))
-    assert "another machine" in ort_accel.report(ours).features["compute.placement"].effect
+    assert "other machines" in ort_accel.report(ours).features["compute.placement"].effect
 
 
 def test_what_stands_between_16_bit_products_goes_to_pytorch_with_them():
