@@ -42,7 +42,7 @@ def by_callback() -> None:
         given = signature.bind(*args, **named)
         callbacks = given.arguments.get("callbacks") or []
         if not any(isinstance(one, ORTAccelCallback) for one in callbacks):
-            given.arguments["callbacks"] = [*callbacks, ORTAccelCallback(QUIET)]
+            given.arguments["callbacks"] = [ORTAccelCallback(QUIET), *callbacks]
         original(*given.args, **given.kwargs)
 
     Trainer.__init__ = init  # type: ignore[method-assign]

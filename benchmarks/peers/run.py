@@ -91,8 +91,9 @@ def _run_files(given: argparse.Namespace, way: str, timeout: int, only: set[str]
     found: Outcomes = {}
     first_option = next((i for i, one in enumerate(given.tests) if one.startswith("-")), len(given.tests))
     for file in given.tests[:first_option]:
-        found |= _run_file(given.folder, file, given.tests[first_option:], way, timeout, only)
-        print(f"{way}: {file}: {dict(Counter(one['outcome'] for one in found.values()))}", flush=True)
+        here = _run_file(given.folder, file, given.tests[first_option:], way, timeout, only)
+        print(f"{way}: {file}: {dict(Counter(one['outcome'] for one in here.values()))}", flush=True)
+        found |= here
     return found
 
 

@@ -33,6 +33,7 @@ from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
 from ort_accel.capture.in_eager import in_eager
 from ort_accel.capture.left_to_python import is_in_parts
 from ort_accel.capture.loss_only import Unread
+from ort_accel.capture.masked_writes import write_by_mask
 from ort_accel.capture.open_sizes import Foreseen
 from ort_accel.capture.placement import place_for
 from ort_accel.capture.randomness import keeping_draws, split_dropout
@@ -127,6 +128,7 @@ class Backend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         refuse_forbidden(module, self.config.engine)
         refuse_moved(inputs, self.place)
+        write_by_mask(module)
         self._is_broken |= breaks_off(module) or is_in_parts()
         known = len(self.report.segments)
         try:
