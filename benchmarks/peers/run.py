@@ -4,8 +4,9 @@
         --folder /path/to/transformers -- tests/trainer/test_trainer.py -k "not deepspeed"
     python benchmarks/peers/run.py --table
 
-Only tests that pass as they come are run again. Each file has a process and each test a time limit of its own, so that
-one that hangs or crashes costs no other. The sources are not part of this project: name a folder that has them.
+Only tests that pass as they come are run again. Each file has a process (but for --together) and each test a time limit
+of its own, so that one that hangs or crashes costs no other. The sources are not part of this project: name a folder
+that has them.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", type=Path, help="where the tests are run")
     parser.add_argument("--timeout", type=int, default=120, help="seconds a test may take as it comes")
     parser.add_argument("--patience", type=int, default=5, help="how many times as long it may take on the engine")
+    parser.add_argument("--together", action="store_true", help="run all files in one process, which starts sooner")
     parser.add_argument("--note", default="", help="what is to be said beside the counts")
     parser.add_argument("tests", nargs="*", help="files, and arguments of pytest after the first that begins with -")
     return parser
@@ -90,19 +92,22 @@ def _told(found: dict[str, Any] | None) -> str:
 def _run_files(given: argparse.Namespace, way: str, timeout: int, only: set[str] | None) -> Outcomes:
     found: Outcomes = {}
     first_option = next((i for i, one in enumerate(given.tests) if one.startswith("-")), len(given.tests))
-    for file in given.tests[:first_option]:
-        here = _run_file(given.folder, file, given.tests[first_option:], way, timeout, only)
-        print(f"{way}: {file}: {dict(Counter(one['outcome'] for one in here.values()))}", flush=True)
+    files = given.tests[:first_option]
+    for group in [files] if given.together else [[file] for file in files]:
+        here = _run_group(given.folder, group, given.tests[first_option:], way, timeout, only)
+        print(f"{way}: {' '.join(group)}: {dict(Counter(one['outcome'] for one in here.values()))}", flush=True)
         found |= here
     return found
 
 
-def _run_file(folder: Path, file: str, options: list[str], way: str, timeout: int, only: set[str] | None) -> Outcomes:
-    """Run a file's tests; after a crash or a test that hangs, those that are left, in a new process."""
+def _run_group(
+    folder: Path, files: list[str], options: list[str], way: str, timeout: int, only: set[str] | None
+) -> Outcomes:
+    """Run the tests of some files; after a crash or a test that hangs, those that are left, in a new process."""
     found: Outcomes = {}
     for _ in range(20):
         before = len(found)
-        found |= _one_process(folder, file, options, way, timeout, only, set(found))
+        found |= _one_process(folder, files, options, way, timeout, only, set(found))
         hanging = [name for name, one in found.items() if one["outcome"] == "began"]
         for name in hanging:
             found[name] = {"outcome": "died", "error": f"crashed, or took more than {timeout} s", **_NOTHING}
@@ -115,7 +120,7 @@ _NOTHING = {"seconds": 0.0, "models": 0, "segments": 0}
 
 
 def _one_process(
-    folder: Path, file: str, options: list[str], way: str, timeout: int, only: set[str] | None, done: set[str]
+    folder: Path, files: list[str], options: list[str], way: str, timeout: int, only: set[str] | None, done: set[str]
 ) -> Outcomes:
     with tempfile.TemporaryDirectory() as place:
         out = Path(place, "lines")
@@ -123,7 +128,7 @@ def _one_process(
         choice = Path(place, "choice.json")
         choice.write_text(json.dumps({"only": None if only is None else sorted(only), "done": sorted(done)}))
         command = [sys.executable, "-m", "pytest", "-p", "benchmarks.peers.plugin", "-q"]
-        command += ["-p", "no:cacheprovider", "--timeout", str(timeout), "--timeout-method", "thread", file, *options]
+        command += ["-p", "no:cacheprovider", "--timeout", str(timeout), "--timeout-method", "signal", *files, *options]
         told = {"ORT_ACCEL_PEERS": way, "ORT_ACCEL_PEERS_OUT": str(out), "ORT_ACCEL_PEERS_CHOICE": str(choice)}
         quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
