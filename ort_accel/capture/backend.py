@@ -37,6 +37,7 @@ from ort_accel.capture.in_eager import in_eager
 from ort_accel.capture.kept_outputs import KeptOutputs
 from ort_accel.capture.left_to_python import is_in_parts
 from ort_accel.capture.loss_only import Unread
+from ort_accel.capture.masked_writes import write_by_mask
 from ort_accel.capture.open_sizes import Foreseen
 from ort_accel.capture.overlooked import as_captured, guard_overlooked
 from ort_accel.capture.placement import place_for
@@ -139,6 +140,7 @@ class Backend:
         self.comparison.captured(module)
         guard_overlooked(module.graph)
         self._follow_pytorch()
+        write_by_mask(module)
         self._is_broken |= breaks_off(module) or is_in_parts()
         known = len(self.report.segments)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 class ORTAccelCallback(TrainerCallback):
     """Runs the model of an unmodified Trainer on ONNX Runtime: `Trainer(..., callbacks=[ORTAccelCallback("x.yaml")])`.
 
-    It adds the numbers of `StepMetrics` to each line of the training log, and its checkpoints get their name when they
-    are whole. A configuration that cannot be used is an error here, before the Trainer is built.
+    It adds the numbers of `StepMetrics` to what the Trainer's loggers get of each line of the training log, and its
+    checkpoints get their name when they are whole. A configuration that cannot be used is an error here, before the
+    Trainer is built.
     """
 
     def __init__(self, config: ConfigSource = None) -> None:
@@ -130,6 +131,11 @@ class ORTAccelCallback(TrainerCallback):
             self._companions.add(companion)
             kind = type(companion).__name__
             report_of(model, self.config).note(f"a {kind} that is only evaluated beside this model runs there, too")
+
+    @property
+    def where(self) -> Literal["loggers", "history", "none"]:
+        """Which parts of the training log have the figures."""
+        return self.config.observe.metrics
 
     def figures(self) -> dict[str, float]:
         """The numbers since the last line of the log."""

@@ -1,8 +1,8 @@
-"""Five methods of transformers' Trainer that no callback event covers, extended for trainers that have our callback.
+"""Methods of transformers' Trainer that no callback event covers, extended for trainers that have our callback.
 
 A callback is told that a checkpoint was saved, not that one is about to be; it sees the log after the reporters; it
 never sees a batch; what the Trainer makes of a model's outputs is behind the model; and no other model than the trained
-one is shown to it. So these five are extended in place, once. A Trainer without our callback runs as before, but for
+one is shown to it. So these are extended in place, once. A Trainer without our callback runs as before, but for
 one whose model a launch put on ONNX Runtime.
 Checked on transformers 5.17 and 5.23; tests/hf/test_trainer_hooks.py says which assumption broke.
 """
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from transformers import Trainer
+from transformers.trainer_callback import CallbackHandler
 
 from ort_accel import engine
 from ort_accel.hf.checkpoint import save_whole
@@ -27,6 +28,10 @@ class HasMetrics(Protocol):
     def see(self, model: Any, inputs: Mapping[str, Any]) -> None:
         """A batch is about to be trained on."""
 
+    @property
+    def where(self) -> Literal["loggers", "history", "none"]:
+        """Which parts of the training log have the figures."""
+
     def figures(self) -> Mapping[str, float]:
         """What stands beside the loss in the log."""
 
@@ -38,12 +43,18 @@ class HasMetrics(Protocol):
 def install(kind: type[HasMetrics]) -> None:
     """Extend `Trainer` for those of its objects that have a callback of this kind. A second call changes nothing."""
 
+    def ours_in(handler: CallbackHandler) -> HasMetrics | None:
+        return next((callback for callback in handler.callbacks if isinstance(callback, kind)), None)
+
     def ours(trainer: Trainer) -> HasMetrics | None:
-        return next((callback for callback in trainer.callback_handler.callbacks if isinstance(callback, kind)), None)
+        return ours_in(trainer.callback_handler)
 
     save_whole_for(lambda trainer: ours(trainer) is not None)
     join_losses()
     _extend("log", _logging(Trainer.log, ours))
+    CallbackHandler.on_log = wraps(CallbackHandler.on_log)(  # type: ignore[method-assign]
+        _telling(CallbackHandler.on_log, ours_in)
+    )
     _extend("training_step", _training(Trainer.training_step, ours))
     _extend("create_accelerator_and_postprocess", _owning(Trainer.create_accelerator_and_postprocess))
 
@@ -97,11 +108,25 @@ def _saving(original: Callable[..., None]) -> Callable[..., None]:
 def _logging(original: Callable[..., None], ours: _Finder) -> Callable[..., None]:
     def log(self: Trainer, logs: dict[str, float], start_time: float | None = None) -> None:
         callback = ours(self)
-        if callback is not None and "loss" in logs:
+        if callback is not None and "loss" in logs and callback.where == "history":
             logs.update(callback.figures())
         original(self, logs, start_time)
 
     return log
+
+
+def _telling(
+    original: Callable[..., Any], ours_in: Callable[[CallbackHandler], HasMetrics | None]
+) -> Callable[..., Any]:
+    """Add the figures after the Trainer has put its copy of the line into its state, and before loggers see it."""
+
+    def on_log(self: CallbackHandler, args: Any, state: Any, control: Any, logs: dict[str, float], **more: Any) -> Any:
+        callback = ours_in(self)
+        if callback is not None and "loss" in logs and callback.where == "loggers":
+            logs.update(callback.figures())
+        return original(self, args, state, control, logs, **more)
+
+    return on_log
 
 
 def _training(original: Callable[..., Any], ours: _Finder) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """ORTAccelCallback: the engine's numbers in the log, in a Trainer and in TRL's SFTTrainer."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -9,14 +10,10 @@ from transformers import Trainer, set_seed
 
 import ort_accel
 from ort_accel.hf import ORTAccelCallback
-from tests.hf.tiny import arguments, bert, llama, losses, make, reviews, texts, train
+from tests.hf.tiny import Listener, arguments, bert, llama, logged, losses, make, reviews, texts, train
 from tests.hf.words import tokenizer
 
 NUMBERS = {"ort/step_time", "ort/tokens_per_s", "ort/density", "ort/peak_memory", "ort/fallbacks"}
-
-
-def logged(trainer):
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 def test_each_line_of_the_training_log_has_the_engines_numbers(tmp_path):
@@ -56,9 +53,41 @@ def test_the_numbers_reach_what_the_trainer_reports_to(tmp_path, monkeypatch):
         assert [event.step for event in events.Scalars(f"train/{name}")] == [1, 2]
 
 
+def of_engine(lines):
+    return {key for line in lines for key in line if key.startswith("ort/")}
+
+
+def test_a_checkpoint_does_not_keep_figures_that_no_second_run_would_have(tmp_path):
+    trainer = train("callback", tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert of_engine(logged(trainer)) >= NUMBERS
+    assert not of_engine(trainer.state.log_history)
+    assert not of_engine(state["log_history"])
+
+
+def test_a_resumed_training_has_the_history_of_one_that_went_through(tmp_path):
+    whole = train("callback", tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    resumed = train("callback", tmp_path, max_steps=4, resume=str(tmp_path / "checkpoint-2"))
+    for before, after in zip(whole.state.log_history[:4], resumed.state.log_history[:4], strict=True):
+        assert after == pytest.approx(before, abs=1e-6)
+
+
+def test_the_history_keeps_the_figures_where_the_configuration_says_so(tmp_path):
+    trainer = train("callback", tmp_path, max_steps=2, config={"observe": {"metrics": "history"}})
+    assert of_engine(trainer.state.log_history) == of_engine(logged(trainer)) >= NUMBERS
+
+
+def test_the_log_has_no_figures_where_the_configuration_says_so(tmp_path):
+    file = tmp_path / "report.json"
+    config = {"engine": {"enabled": False}, "observe": {"metrics": "none", "report_file": str(file)}}
+    trainer = train("callback", tmp_path, max_steps=2, config=config)
+    assert not of_engine(logged(trainer))
+    assert len(json.loads(file.read_text())["series"]["ort/step_time"]) == 2
+
+
 def test_a_trainer_without_the_callback_logs_what_it_always_did(tmp_path):
     ORTAccelCallback()
-    assert not any(key.startswith("ort/") for entry in train("eager", tmp_path).state.log_history for key in entry)
+    assert not of_engine(logged(train("eager", tmp_path)))
 
 
 def test_a_subclass_of_trainer_keeps_its_own_loss(tmp_path):
@@ -97,7 +126,7 @@ def test_trls_sft_trainer_trains_as_in_eager(tmp_path):
             args,
             train_dataset=datasets.Dataset.from_list(rows),
             processing_class=tokenizer(),
-            callbacks=list(callbacks),
+            callbacks=[Listener(), *callbacks],
         )
         trainer.train()
         return trainer

@@ -6,17 +6,13 @@ import pytest
 import torch
 
 import ort_accel
-from tests.hf.tiny import llama, reviews, texts, train
+from tests.hf.tiny import llama, logged, reviews, texts, train
 
 OFF = {"enabled": False}
 
 
 def config(**more):
     return {"density": {"inspect": True, "inspect_every": 2}, "observe": {"log_level": "error"}, **more}
-
-
-def logged(trainer):
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize("engine", [{}, OFF], ids=["engine", "eager"])

@@ -39,6 +39,12 @@ def test_uploads_and_rotation_go_through_what_we_defer():
     assert "output_dir=run_dir,\n                save_total_limit=" in text
 
 
+def test_loggers_get_a_line_after_the_trainers_state_has_its_copy():
+    text = source("log")
+    assert "output = {**logs" in text
+    assert text.index("log_history.append(output)") < text.index("callback_handler.on_log(self.args")
+
+
 def test_a_second_callback_extends_nothing_again():
     ORTAccelCallback()
     before = Trainer.log

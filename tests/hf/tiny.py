@@ -14,6 +14,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -61,12 +62,28 @@ def arguments(folder, kind=TrainingArguments, **more):
     return kind(str(folder), **{**usual, "max_steps": 4, "per_device_train_batch_size": 4, **more})
 
 
+class Listener(TrainerCallback):
+    """Keeps the lines of the log as loggers get them."""
+
+    def __init__(self):
+        self.lines = []
+
+    def on_log(self, args, state, control, logs, **more):
+        self.lines.append({**logs, "step": state.global_step})
+
+
+def logged(trainer):
+    """The training log's lines as loggers got them."""
+    listener = next(each for each in trainer.callback_handler.callbacks if isinstance(each, Listener))
+    return [line for line in listener.lines if "loss" in line]
+
+
 def make(side, model, args, config=None, **more):
     """A trainer of one of the three sides that are compared: eager, ORTTrainer, callback."""
     data = {"train_dataset": reviews(), "eval_dataset": reviews(8), **more}
+    callbacks = [Listener(), *data.pop("callbacks", []), *([ORTAccelCallback(config)] if side == "callback" else [])]
     if side == "ORTTrainer":
-        return ORTTrainer(model, args, ort_config=config, **data)
-    callbacks = [*data.pop("callbacks", []), *([ORTAccelCallback(config)] if side == "callback" else [])]
+        return ORTTrainer(model, args, ort_config=config, callbacks=callbacks, **data)
     return Trainer(model, args, callbacks=callbacks, **data)
 
 

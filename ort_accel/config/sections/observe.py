@@ -45,6 +45,11 @@ class Observe(Section):
     memory_stats: bool = False
     """Log memory before and after forward and backward: the first ten steps, then at powers of two."""
 
+    metrics: Literal["loggers", "history", "none"] = "loggers"
+    """Where a Trainer's training log has the engine's figures (`ort/step_time`, `ort/tokens_per_s`, ...). `loggers`:
+    in the progress output and what the Trainer reports to. `history`: in `trainer.state.log_history` too, which
+    checkpoints keep, although times of two runs differ. `none`: nowhere but in the report."""
+
     activation_statistics: ActivationStatistics | None = None
     """Record per-module activation statistics; `null` records none."""
 
