@@ -57,7 +57,7 @@ def results_can_be_kept() -> Iterator[None]:
         return state
 
     with ExitStack() as stack:
-        stack.enter_context(functorch_settings.patch(bundled_autograd_cache=True))  # type: ignore[attr-defined]
+        stack.enter_context(functorch_settings.patch(bundled_autograd_cache=True))
         stack.enter_context(patch.object(aot_autograd, "create_aot_state", noting))
         stack.enter_context(patch.object(AOTAutogradCache, "save", lambda *_, **__: None))
         stack.enter_context(patch.object(graph_compile, "serialize_graph_module", lambda _: None))
@@ -84,7 +84,8 @@ class AotResult:
 def result_of(run: Callable[..., Any], module: torch.fx.GraphModule) -> AotResult:
     """What AOTAutograd gave for a module while results could be kept."""
     serialize = getattr(run, "serialize", None)
-    lifted = [*dict(module.named_parameters()).values(), *dict(module.named_buffers()).values()]
+    held = *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
+    lifted = list(dict(held).values())
     return AotResult(run, serialize() if serialize is not None else None, lifted)
 
 

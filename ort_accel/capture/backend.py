@@ -32,7 +32,7 @@ from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features, refuse_missing
 from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
 from ort_accel.capture.in_eager import in_eager
-from ort_accel.capture.kept_graphs import SUFFIX, Kept, KeptGraphs, Making, shapes_of, tensors_in
+from ort_accel.capture.kept_graphs import SUFFIX, Kept, KeptGraphs, Making, parts_of, shapes
 from ort_accel.capture.left_to_python import is_in_parts
 from ort_accel.capture.loss_only import Unread
 from ort_accel.capture.open_sizes import Foreseen
@@ -153,36 +153,34 @@ class Backend:
         name = self.kept.name(module, inputs, context)
         if name is None:
             return self._made(module, inputs)
-        known, shapes = self._known(module), shapes_of(inputs)
-        if (kept := self._kept(name, known, shapes, inputs)) is not None:
+        known = self._known() | parts_of(module)
+        if (kept := self._kept(name, known, inputs)) is not None:
             self._graphs += kept.graphs
             self.evaluation.compiled_a_step(kept.seconds)
             self._left_behind()
             return kept.run
-        making, graphs = Making(self.report, shapes), self._graphs
+        making, graphs = Making(self.report, shapes()), self._graphs
         with results_can_be_kept():
             run = self._made(module, inputs)
-        self.kept.put(self._variant(name), lambda: making.done(run, self._graphs - graphs), known)
+        variant = f"{name}-{self.skipping.variants[0]}"
+        self.kept.put(variant, lambda: making.done(run, self._graphs - graphs), known)
         return run
 
-    def _kept(self, name: str, known: Mapping[str, Any], shapes: Any, inputs: Sequence[Any]) -> Kept | None:
+    def _kept(self, name: str, known: Mapping[str, Any], inputs: Sequence[Any]) -> Kept | None:
         """What is kept of a graph for the rows that count in this batch, or for all rows."""
         assert self.kept is not None
         for variant in self.skipping.variants:
             kept = self.kept.get(f"{name}-{variant}", known)
             if kept is None:
                 continue
-            if isinstance(kept.run, Skipping):
+            if isinstance(kept.run, Skipping) and len(self.skipping.variants) > 1:
                 self.skipping.wants_compact(kept.run.proposal, kept.run.proposal.front(hints(inputs)))
             if variant == self.skipping.variants[0]:
-                return kept if self.kept.take(kept, shapes) else None
+                return kept if self.kept.take(kept, shapes()) else None
         return None
 
-    def _variant(self, name: str) -> str:
-        return f"{name}-{self.skipping.variants[0]}"
-
-    def _known(self, module: fx.GraphModule) -> dict[str, Any]:
-        """What a kept graph reads of its process."""
+    def _known(self) -> dict[str, Any]:
+        """What a kept graph refers to in its process."""
         own: dict[str, Any] = {
             "backend": self,
             "report": self.report,
@@ -192,9 +190,8 @@ class Backend:
             "copies": self.lowering.copies,
             "leaves": self.lowering.leaves,
             "before each segment": self.lowering.before_segments,
-            "captured graph": module,
         }
-        return {name: item for name, item in own.items() if item is not None} | tensors_in(module)
+        return {name: item for name, item in own.items() if item is not None}
 
     def _made(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         may_leave_out = self.skipping.wants_any or self._leaves_unread
@@ -267,7 +264,9 @@ class Backend:
             keep_inference_input_mutations=True,
         )
         with keeping_draws():
-            run = result_of(compile_graph(module, inputs), module)
+            run = compile_graph(module, inputs)
+        if self.kept is not None:
+            run = result_of(run, module)
         self._left_behind()
         return WithoutUnused(run, partial) if partial else run
 

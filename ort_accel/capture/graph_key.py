@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo import config as dynamo_settings
 from torch._functorch import config as functorch_settings
-from torch.fx.experimental import _config as shape_settings
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx.experimental import _config as shape_settings
 
 import ort_accel
 from ort_accel.capture.pickled import MOST_BYTES, NotKeepable
@@ -38,9 +38,7 @@ KNOWN_ROOTS = {"torch", "_operator", "builtins", "math", "ort_accel"}
 
 KNOWN_OPERATORS = {"aten", "prim", "prims", "ort_accel", "mkldnn", "higher_order"}
 
-PLAIN = (
-    bool | int | str | bytes | complex | enum.Enum | torch.dtype | torch.device | torch.layout | torch.memory_format
-)
+PLAIN = bool | int | str | bytes | complex | enum.Enum | torch.dtype | torch.device | torch.layout | torch.memory_format
 
 
 def graph_key(module: fx.GraphModule, inputs: Sequence[Any], context: Sequence[Any]) -> str:
@@ -93,7 +91,7 @@ def _state() -> Iterator[str]:
         ]
     )
     for settings in (dynamo_settings, functorch_settings, shape_settings):
-        values = settings.get_config_copy().items()  # type: ignore[attr-defined]
+        values = settings.get_config_copy().items()
         yield repr(sorted((name, value) for name, value in values if isinstance(value, bool | int | float | str)))
 
 
@@ -133,8 +131,9 @@ def _given(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[str]:
     shapes = None
     placeholders = module.graph.find_nodes(op="placeholder")
     for position, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
-        source = getattr(node, "_dynamo_source", None)
-        yield f"{position} {source.name if source is not None else None}"
+        source: Any = getattr(node, "_dynamo_source", None)
+        name = getattr(source, "name", None)
+        yield f"{position} {name() if callable(name) else name}"  # a method before torch 2.12
         yield repr(sorted((node.meta.get("tensor_dict") or {}).keys()))
         if isinstance(value, torch.SymInt):
             shapes = value.node.shape_env
@@ -179,7 +178,7 @@ def _text(value: Any) -> str:
     if isinstance(value, OpOverload | OpOverloadPacket):
         return _operator(str(value))
     if isinstance(value, HigherOrderOperator):
-        return f"higher_order.{value.name()}"
+        return f"higher_order.{value._name}"
     return _function(value)
 
 
@@ -192,7 +191,7 @@ def _operator(name: str) -> str:
 def _function(value: Any) -> str:
     """A function of PyTorch or of Python, or a method of a class of theirs, by its name."""
     name = getattr(value, "__qualname__", "")
-    place = getattr(value, "__module__", None) or getattr(getattr(value, "__objclass__", None), "__module__", "")
+    place: str = getattr(value, "__module__", None) or getattr(value, "__objclass__", object).__module__ or ""
     if not callable(value) or not name or "<" in name or place.partition(".")[0] not in KNOWN_ROOTS:
         raise NotKeepable(f"{name or type(value).__name__} is no function of PyTorch")
     return f"{place}.{name}"

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 from torch._guards import TracingContext
 
@@ -108,7 +107,11 @@ class KeptGraphs:
 
     def take(self, kept: Kept, shapes: Any) -> bool:
         """Take a kept graph up: whether its conditions hold for the sizes at hand, which Dynamo checks from now on."""
-        if not all(_holds(guard, shapes) for guard in kept.guards):
+        try:
+            if not all(shapes.evaluate_expr(guard) for guard in kept.guards):
+                return False
+        except Exception as error:  # a condition on sizes that this graph does not have
+            LOG.debug("conditions of a kept graph: %s", in_a_line(error))
             return False
         kept.said.again(self._report)
         self._report.counters[FOUND] += 1
@@ -130,10 +133,6 @@ class KeptGraphs:
         self._report.note(f"engine.cache_dir: a graph is not kept for the next start: {what}")
 
 
-def _holds(guard: Any, shapes: Any) -> bool:
-    return bool(shapes.evaluate_expr(guard))
-
-
 class Making:
     """Watches how a graph is compiled, to keep what came of it."""
 
@@ -141,31 +140,32 @@ class Making:
         self._report, self._shapes = report, shapes
         self._said, self._begin = Said.by(report), time.perf_counter()
         self._guards = set(self._conditions())
-        self._checks = _checks()
+        self._checks = self._other_checks()
 
     def _conditions(self) -> list[Any]:
         return [guard.expr for guard in self._shapes.guards] if self._shapes is not None else []
 
+    def _other_checks(self) -> tuple[int, int]:
+        """How many things are checked beside sizes: which inputs are the same or overlap, and sizes from data."""
+        runtime = 0 if self._shapes is None else sum(map(len, self._shapes.deferred_runtime_asserts.values()))
+        return len(TracingContext.get().guards_context.aotautograd_guards), runtime
+
     def done(self, run: Callable[..., Any], graphs: int) -> Kept:
         """What came of it; so many graphs were compiled."""
-        if _checks() != self._checks:
-            raise NotKeepable("AOTAutograd checks more of its inputs than their sizes")
+        if self._other_checks() != self._checks:
+            raise NotKeepable("compiling it led to checks of more than sizes of its inputs")
         guards = [expr for expr in self._conditions() if expr not in self._guards]
         said = Said.by(self._report).since(self._said)
         return Kept(run, said, guards, graphs, time.perf_counter() - self._begin)
 
 
-def _checks() -> int:
-    """How much AOTAutograd has Dynamo check beside sizes: which inputs are the same, and which overlap."""
-    return len(TracingContext.get().guards_context.aotautograd_guards)
-
-
-def shapes_of(inputs: Sequence[Any]) -> Any:
-    """Where what is known of open sizes is; None where there are none."""
+def shapes() -> Any:
+    """What is known of the open sizes of the graph that is being captured; None where it has none."""
     mode = TracingContext.get().fake_mode
     return None if mode is None else mode.shape_env
 
 
-def tensors_in(module: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """The tensors that a captured graph holds itself, by name."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+def parts_of(module: fx.GraphModule) -> dict[str, Any]:
+    """A captured graph and the tensors that it holds itself, by name: a kept graph refers to them."""
+    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {"captured graph": module} | {f"captured graph: {name}": tensor for name, tensor in held.items()}

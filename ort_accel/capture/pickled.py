@@ -87,7 +87,7 @@ class KeptModule:
 
         for op, name, target, args, kwargs in self.nodes:
             args, kwargs = map_aggregate(args, node_at), map_aggregate(kwargs, node_at)
-            made.append(graph.create_node(op, target, args, kwargs, name))  # type: ignore[arg-type]
+            made.append(graph.create_node(op, target, args, kwargs, name))
         return fx.GraphModule(dict(self.attributes), graph)
 
 
@@ -139,7 +139,7 @@ def _write_node(obj: fx.Node) -> Any:
 
 
 def _write_module(obj: fx.GraphModule) -> Any:
-    places = {node: _Place(index) for index, node in enumerate(obj.graph.nodes)}
+    places: dict[Any, Any] = {node: _Place(index) for index, node in enumerate(obj.graph.nodes)}
     nodes = [
         (node.op, node.name, node.target, *fx.map_arg((node.args, node.kwargs), places.__getitem__))
         for node in obj.graph.nodes
