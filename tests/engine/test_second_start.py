@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,22 +18,20 @@ import torch
 from torch import nn
 import ort_accel
 
-how = json.loads(sys.argv[1])
-settings = how["config"]
-
 class Layer(nn.Module):
-    def __init__(self):
+    def __init__(self, scale):
         super().__init__()
         self.first, self.second, self.norm = nn.Linear(32, 64), nn.Linear(64, 32), nn.LayerNorm(32)
-        self.drop = nn.Dropout(0.1)
+        self.drop, self.scale = nn.Dropout(0.1), scale
 
     def forward(self, x):
-        return self.norm(x + self.drop(self.second(torch.nn.functional.gelu(self.first(x) * SCALE))))
+        return self.norm(x + self.drop(self.second(torch.nn.functional.gelu(self.first(x) * self.scale))))
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self, scale):
         super().__init__()
-        self.words, self.layers, self.head = nn.Embedding(50, 32), nn.ModuleList([Layer(), Layer()]), nn.Linear(32, 50)
+        self.words, self.head = nn.Embedding(50, 32), nn.Linear(32, 50)
+        self.layers = nn.ModuleList([Layer(scale), Layer(scale)])
 
     def forward(self, ids, labels):
         x = self.words(ids)
@@ -41,48 +40,39 @@ class Model(nn.Module):
         logits = self.head(x)
         return nn.functional.cross_entropy(logits.view(-1, 50), labels.view(-1)), logits
 
-SCALE = how.get("scale", 1.0)
-torch.manual_seed(0)
-model = ort_accel.accelerate(Model(), settings)
-if how.get("frozen"):
-    model.words.requires_grad_(False)
-numbers, found = torch.Generator().manual_seed(1), []
-torch.manual_seed(5)
-for length in how.get("lengths", [8, 8]):
-    ids = torch.randint(0, 50, (4, length), generator=numbers)
-    labels = ids.clone()
-    labels[:, length // how.get("labelled", 4):] = -100
-    with torch.autocast("cpu", torch.bfloat16, enabled=how.get("autocast", False)):
-        loss, _ = model(ids, labels)
-    loss.backward()
-    gradients = [b"none" if p.grad is None else p.grad.numpy().tobytes() for p in model.parameters()]
-    found.append([loss.item(), hashlib.sha256(b"".join(gradients)).hexdigest()])
-if how.get("evaluate"):
-    model.eval()
-    with torch.no_grad():
-        found.append(model(ids, labels)[0].item())
-report = ort_accel.report(model)
-print("FOUND", json.dumps([found, report.to_dict()]))
+def train(how):
+    torch.manual_seed(0)
+    model = ort_accel.accelerate(Model(how.get("scale", 1.0)), how["config"])
+    if how.get("frozen"):
+        model.words.requires_grad_(False)
+    numbers, found = torch.Generator().manual_seed(1), []
+    torch.manual_seed(5)
+    for length in how.get("lengths", [8, 8]):
+        ids = torch.randint(0, 50, (4, length), generator=numbers)
+        labels = ids.clone()
+        labels[:, length // how.get("labelled", 4):] = -100
+        with torch.autocast("cpu", torch.bfloat16, enabled=how.get("autocast", False)):
+            loss, _ = model(ids, labels)
+        loss.backward()
+        gradients = [b"none" if p.grad is None else p.grad.numpy().tobytes() for p in model.parameters()]
+        found.append([loss.item(), hashlib.sha256(b"".join(gradients)).hexdigest()])
+    if how.get("evaluate"):
+        model.eval()
+        with torch.no_grad():
+            found.append(model(ids, labels)[0].item())
+    return found, ort_accel.report(model).to_dict()
+
+if __name__ == "__main__":
+    print("FOUND", json.dumps(train(json.loads(sys.argv[1]))))
 """
 
 
 class Start:
-    """What one start of the script gave."""
+    """What one start of the training gave."""
 
-    def __init__(self, folder: Path, home: Path, script: Path, **how):
-        config = {"version": 1, "engine": {"cache_dir": str(folder), **how.pop("engine", {})}, **how.pop("config", {})}
-        variables = {**os.environ, "PYTHONPATH": str(HOUSE), "XDG_STATE_HOME": str(home), **how.pop("variables", {})}
-        ended = subprocess.run(
-            [sys.executable, str(script), json.dumps({"config": config, **how})],
-            env=variables,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr[-3000:]
-        (line,) = (line for line in ended.stdout.splitlines() if line.startswith("FOUND"))
-        self.numbers, self.report = json.loads(line.removeprefix("FOUND "))
-        self.counters, self.notes = self.report["counters"], self.report["notes"]
+    def __init__(self, numbers, report):
+        self.numbers, self.report = numbers, report
+        self.counters, self.notes = report["counters"], report["notes"]
 
     @property
     def compiled(self) -> int:
@@ -94,14 +84,28 @@ class Start:
 
 
 @pytest.fixture
-def start(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+def start(tmp_path, monkeypatch):
+    """Trains as a start would. Nothing passes from one to the next but the folder and the key."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
 
-    def run(**how):
-        return Start(tmp_path / "cache", how.pop("home", tmp_path / "home"), script, **how)
+    def run(in_a_process=False, **how):
+        engine = {"cache_dir": str(run.cache), **how.pop("engine", {})}
+        how["config"] = {"version": 1, "engine": engine, **how.get("config", {})}
+        if not in_a_process:
+            return Start(*runpy.run_path(str(run.script))["train"](how))
+        ended = subprocess.run(
+            [sys.executable, str(run.script), json.dumps(how)],
+            env={**os.environ, "PYTHONPATH": str(HOUSE)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        (line,) = (line for line in ended.stdout.splitlines() if line.startswith("FOUND"))
+        return Start(*json.loads(line.removeprefix("FOUND ")))
 
-    run.script, run.cache = script, tmp_path / "cache"
+    run.script, run.cache = tmp_path / "train.py", tmp_path / "cache"
+    run.script.write_text(SCRIPT)
     return run
 
 
@@ -123,7 +127,15 @@ def graphs(start) -> list[Path]:
     ids=["plain", "lengths", "bf16", "evaluation", "recompute", "whole", "onnxruntime"],
 )
 def test_a_second_start_compiles_nothing_and_gives_the_same_bits(start, how):
-    first, second = start(**how), start(**how)
+    assert_taken_again(start, start(**how), start(**how))
+
+
+def test_a_second_process_does_so_too(start):
+    how = {"lengths": [8, 12, 16, 12], "in_a_process": True}
+    assert_taken_again(start, start(**how), start(**how))
+
+
+def assert_taken_again(start, first, second):
     assert first.compiled > 0 == first.taken, first.notes
     assert first.counters["graphs kept for the next start"] == len(graphs(start))
     assert second.compiled == 0, second.notes
@@ -148,13 +160,18 @@ def test_without_the_folder_nothing_is_taken(start):
         {"frozen": True},
         {"autocast": True},
         {"lengths": [6]},
-        {"variables": {"OMP_PROC_BIND": "false"}},
     ],
-    ids=["configuration", "constant", "frozen", "autocast", "sizes", "variable"],
+    ids=["configuration", "constant", "frozen", "autocast", "sizes"],
 )
 def test_whatever_decides_the_result_leads_to_another_graph(start, other):
     start(lengths=[8])
     assert start(**{"lengths": [8], **other}).taken == 0
+
+
+def test_another_variable_of_a_library_leads_to_another_graph(start, monkeypatch):
+    start()
+    monkeypatch.setenv("OMP_PROC_BIND", "false")
+    assert start().taken == 0
 
 
 def test_a_changed_line_of_the_model_leads_to_another_graph(start):
@@ -212,14 +229,16 @@ def test_an_altered_file_is_never_unpickled(start, tmp_path, damage):
     assert start().taken == len(graphs(start)), "it was made again"
 
 
-def test_what_another_user_wrote_is_not_taken(start, tmp_path):
-    start(home=tmp_path / "one")
-    other = start(home=tmp_path / "other")
+def test_what_another_user_wrote_is_not_taken(start, tmp_path, monkeypatch):
+    start()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another's home"))
+    other = start()
     assert other.taken == 0 < other.compiled
 
 
 def test_a_file_under_another_name_is_not_taken(start):
-    start(lengths=[8])
+    first = start(lengths=[8])
+    assert graphs(start), first.notes
     (one,) = graphs(start)
     content = one.read_bytes()
     one.unlink()
