@@ -123,8 +123,8 @@ class KeptGraphs:
     def put(self, name: str, kept: Callable[[], Kept], known: Mapping[str, Any]) -> None:
         """Keep a compiled graph."""
         try:
-            self._files.put(name, written(kept(), known))
-            self._report.counters[MADE] += 1
+            if self._files.put(name, written(kept(), known)):
+                self._report.counters[MADE] += 1
         except Exception as error:  # whatever it is that holds something of this process alone
             self._not_kept(error)
 

@@ -100,15 +100,17 @@ class SignedFiles:
             return None
         return body
 
-    def put(self, name: str, body: bytes) -> None:
-        """Keep a file."""
+    def put(self, name: str, body: bytes) -> bool:
+        """Keep a file; says whether it is kept."""
         if self._key is None:
-            return
+            return False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_aside(self._path(name), FORMAT + self._mac(self._key, name, body) + body)
         except OSError as error:
             self._say(f"cannot write to {self._folder}: {error.strerror}; nothing is kept")
+            return False
+        return True
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.{self._suffix}"

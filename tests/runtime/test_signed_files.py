@@ -74,7 +74,7 @@ def test_without_a_key_nothing_is_read_or_written(tmp_path):
     blocked.write_text("in the way of the folder")
     report = Report()
     files = SignedFiles(tmp_path / "cache", "graph", report, blocked / "key")
-    files.put("one", b"content")
+    assert not files.put("one", b"content")
     assert files.get("one") is None
     assert not (tmp_path / "cache").exists()
     assert any("no key" in note for note in report.notes)
