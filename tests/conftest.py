@@ -1,6 +1,7 @@
 """What tests of several rooms use."""
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 from torch._dynamo.pgo import reset_code_state
@@ -18,6 +19,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def key_of_tests(tmp_path_factory) -> Iterator[None]:
+    """The key that kept graphs are signed with lies in a folder of the tests, for the processes they start, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(autouse=True)

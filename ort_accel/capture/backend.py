@@ -13,6 +13,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext
 
+from ort_accel.capture.aot_results import ProgramCode, has_records, result_of, results_can_be_kept
 from ort_accel.capture.attention import attention_as
 from ort_accel.capture.batch_norm_types import tell_true_types
 from ort_accel.capture.choice import (
@@ -34,6 +35,7 @@ from ort_accel.capture.fallback import FallbackPolicy
 from ort_accel.capture.features import record_features, record_settings, refuse_missing
 from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
 from ort_accel.capture.in_eager import in_eager
+from ort_accel.capture.kept_graphs import SUFFIX, Kept, KeptGraphs, Making, parts_of, shapes
 from ort_accel.capture.kept_outputs import KeptOutputs
 from ort_accel.capture.left_to_python import is_in_parts
 from ort_accel.capture.loss_only import Unread
@@ -78,7 +80,10 @@ from ort_accel.runtime.place import CPU
 from ort_accel.runtime.pool import release_unused
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import ModelFolder, Sessions
+from ort_accel.runtime.signed_files import SignedFiles
 from ort_accel.runtime.weight_copies import WeightCopies
+
+Compiler = Callable[..., Program | ProgramCode]
 
 
 class Backend:
@@ -127,6 +132,7 @@ class Backend:
         self._is_settled = True
         self._keeps_memory = False
         self._is_broken = False
+        self.kept = self._kept_graphs() if parameters_stay else None
         self.report_file = self._report_file()
         self.memory_watch = self._memory_watch()
         inspect = config.density.inspect
@@ -146,10 +152,7 @@ class Backend:
         try:
             how = attention_as(self.config.compute.attention), as_captured(module.graph)
             with self.report.timed("capture"), how[0], how[1]:
-                may_leave_out = self.skipping.wants_any or self._leaves_unread
-                if may_leave_out and TracingContext.try_get() is not None:  # Dynamo knows what the sizes are
-                    return self._for_rows(module, inputs)
-                return self._twice(self._compile(module, inputs), module)
+                return self._kept_or_made(module, inputs)
         except (OrtAccelError, *FOR_DYNAMO):
             raise
         except KeyboardInterrupt:  # the next call compiles anew
@@ -159,6 +162,61 @@ class Backend:
             del self.report.segments[known:]
             self.policy.not_compiled("a graph", error)
             return in_eager(module)
+
+    def _kept_or_made(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """A compiled graph: what an earlier process kept, or else what is made now, which is kept."""
+        if self.kept is None or TracingContext.try_get() is None:
+            return self._made(module, inputs)
+        context = (self.config.to_yaml(), self._graphs, self._leaves_unread, self._is_broken, self._learns_of_reading)
+        name = self.kept.name(module, inputs, context)
+        if name is None:
+            return self._made(module, inputs)
+        known = self._known() | parts_of(module)
+        if (kept := self._kept(name, known, inputs)) is not None:
+            self._graphs += kept.graphs
+            self.evaluation.compiled_a_step(kept.seconds)
+            self._left_behind()
+            return kept.run
+        making, graphs = Making(self.report, shapes()), self._graphs
+        with results_can_be_kept():
+            run = self._made(module, inputs)
+        variant = f"{name}-{self.skipping.variants[0]}"
+        self.kept.put(variant, lambda: making.done(run, self._graphs - graphs), known)
+        return run
+
+    def _kept(self, name: str, known: Mapping[str, Any], inputs: Sequence[Any]) -> Kept | None:
+        """What is kept of a graph for the rows that count in this batch, or for all rows."""
+        assert self.kept is not None
+        for variant in self.skipping.variants:
+            kept = self.kept.get(f"{name}-{variant}", known)
+            if kept is None:
+                continue
+            if isinstance(kept.run, Skipping) and len(self.skipping.variants) > 1:
+                self.skipping.wants_compact(kept.run.proposal, kept.run.proposal.front(hints(inputs)))
+            if variant == self.skipping.variants[0]:
+                return kept if self.kept.take(kept, shapes()) else None
+        return None
+
+    def _known(self) -> dict[str, Any]:
+        """What a kept graph refers to in its process."""
+        own: dict[str, Any] = {
+            "backend": self,
+            "report": self.report,
+            "policy": self.policy,
+            "skipping": self.skipping,
+            "sessions": self.lowering.sessions,
+            "copies": self.lowering.copies,
+            "leaves": self.lowering.leaves,
+            "kept outputs": self._kept_outputs,
+            "before each segment": self.lowering.before_segments,
+        }
+        return {name: item for name, item in own.items() if item is not None}
+
+    def _made(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        may_leave_out = self.skipping.wants_any or self._leaves_unread
+        if may_leave_out and TracingContext.try_get() is not None:  # Dynamo knows what the sizes are
+            return self._for_rows(module, inputs)
+        return self._twice(self._compile(module, inputs), module)
 
     @property
     def _leaves_unread(self) -> bool:
@@ -202,10 +260,10 @@ class Backend:
         return unread.stood_in_for(self._twice(run, module), module, self.skipping.was_read, self._kept_outputs)
 
     def _twice(self, run: Callable[..., Any], module: fx.GraphModule) -> Callable[..., Any]:
-        def told() -> None:
-            self.report.counters["backwards in eager mode, for create_graph"] += 1
+        return Differentiable(run, module, self._runs_backward_in_eager) if torch.is_grad_enabled() else run
 
-        return Differentiable(run, module, told) if torch.is_grad_enabled() else run
+    def _runs_backward_in_eager(self) -> None:
+        self.report.counters["backwards in eager mode, for create_graph"] += 1
 
     def _smaller(self, module: fx.GraphModule, inputs: Sequence[Any], tracer: Tracer, proposal: Proposal) -> Smaller:
         """What can be left out of a graph, and the smaller graph where that is worth it."""
@@ -232,6 +290,8 @@ class Backend:
         )
         with keeping_draws():
             run = compile_graph(module, inputs)
+        if self.kept is not None:
+            run = result_of(run, module)
         self._left_behind()
         return WithoutUnused(run, partial) if partial else run
 
@@ -335,6 +395,12 @@ class Backend:
         cache, journal = ModelCache(folder, keys, self.report), CrashJournal(folder, keys, self.report)
         return Sessions(settings, cache, self._folder(), journal)
 
+    def _kept_graphs(self) -> KeptGraphs | None:
+        folder = self.config.engine.cache_dir
+        if folder is None or self.place.is_cuda or not has_records():
+            return None
+        return KeptGraphs(SignedFiles(folder, SUFFIX, self.report), self.report)
+
     def _copies(self) -> WeightCopies | None:
         wish = self.config.precision.cache_cast_weights
         return None if wish is False or not self._parameters_stay else WeightCopies(wish, self.report)
@@ -362,10 +428,10 @@ class Backend:
         if wish.level and (count := propagate_casts(graph)):
             self.report.counters["casts left out"] += count
 
-    def _compiler(self, name: str, static: set[str], gradients: Gradients = ()) -> Callable[..., Program]:
+    def _compiler(self, name: str, static: set[str], gradients: Gradients = ()) -> Compiler:
         """A compiler for one of the graphs; `static` passes the names of lasting inputs from forward to backward."""
 
-        def compile_graph(module: fx.GraphModule, _: Sequence[Any]) -> Program:
+        def compile_graph(module: fx.GraphModule, _: Sequence[Any]) -> Program | ProgramCode:
             self.report.counters["compilations"] += 1
             find_numbers_from_data(module.graph)
             if not name.startswith("backward"):
@@ -377,7 +443,7 @@ class Backend:
                 self._make_lean(module.graph)
             program = lower_graph(module, self.lowering, name, lambda node: node.name in static, gradients)
             self.policy.check(name)
-            return program
+            return program if self.kept is None else ProgramCode(program)
 
         return compile_graph
 

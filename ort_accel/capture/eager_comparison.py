@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ort_accel.capture.eager_again import generator_of
+from ort_accel.capture.kept_graphs import FOUND
 from ort_accel.capture.step_clock import MOST_CALLS, DeviceMoment, HostMoment, Step
 from ort_accel.config import Config
 from ort_accel.observe.logs import LOG, say
@@ -140,7 +141,8 @@ class EagerComparison:
         return f"a step of eager mode may need {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
 
     def _note_compilations(self, step: Step) -> None:
-        compilations = self._report.counters["compilations"]
+        counters = self._report.counters
+        compilations = counters["compilations"] + counters[FOUND]
         if compilations != self._compilations:
             self._compilations, self._since_compilation = compilations, 0
             self._eager_bytes = max(self._eager_bytes, self._captured_bytes)

@@ -206,7 +206,9 @@ def _record_engine(config: Config, report: Report) -> None:
         where = "in the log and here" if engine.fallback == "warn" else "here"
         report.applied("engine.fallback", f"PyTorch runs what ONNX Runtime cannot, and it is said {where}")
     _record_wish("engine.run_in_pytorch", ", ".join(engine.run_in_pytorch), report)
-    _record_wish("engine.cache_dir", f"models are kept in {engine.cache_dir}" if engine.cache_dir else "", report)
+    _record_wish(
+        "engine.cache_dir", f"what is compiled is kept in {engine.cache_dir}" if engine.cache_dir else "", report
+    )
     unseen = "a kind of call that was checked is not checked again; changes of the model go unseen"
     _record_wish("engine.skip_checks", unseen if engine.skip_checks else "", report)
     _record_wish("engine.save_onnx", f"models are written to {engine.save_onnx}" if engine.save_onnx else "", report)

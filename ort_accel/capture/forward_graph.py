@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -52,6 +53,22 @@ def _is_lost(node: fx.Node) -> bool:
     return bool(node.kwargs.keys() - PLAIN) or "_checkpoint_context_fn" in body.meta or own_backwards(body)
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """What must be so of the sizes of inputs and tables."""
+
+    source: SymbolSource
+    checks: SizeFunction
+
+    def __call__(self, arguments: Sequence[Any]) -> bool:
+        """Whether it is."""
+        if not self.checks.sizes:
+            return True
+        values: dict[str, int] = {}
+        self.source.read(list(arguments), values)
+        return all(self.checks(values))
+
+
 class Tracer:
     """Traces functions on the fake inputs of a graph that Dynamo captured."""
 
@@ -88,7 +105,7 @@ class Tracer:
                 node.meta["tensor_dict"] = source.meta["tensor_dict"]
         return smaller
 
-    def conditions(self) -> Callable[[Sequence[Any]], bool]:
+    def conditions(self) -> Conditions:
         """What was found out about the tables while graphs were compiled, as a check of inputs and tables.
 
         Dynamo, which checks all else before it calls a graph, has never heard of the tables, so it is not told.
@@ -101,14 +118,7 @@ class Tracer:
         source = SymbolSource()
         for position, fake in enumerate([*self._fakes, *self._tables]):
             source.learn(position, fake)
-        check = SizeFunction(sympy.Piecewise((1, guard.expr), (0, True)) for guard in mine)
-
-        def hold(arguments: Sequence[Any]) -> bool:
-            values: dict[str, int] = {}
-            source.read(list(arguments), values)
-            return all(check(values))
-
-        return hold if mine else lambda _: True
+        return Conditions(source, SizeFunction(sympy.Piecewise((1, guard.expr), (0, True)) for guard in mine))
 
     def table(self, name: str, value: Tensor) -> Tensor:
         """A fake for one more input, whose first dimension has a size of its own; the value is its example."""

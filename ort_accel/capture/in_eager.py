@@ -8,6 +8,7 @@ It uses what is private to torch; checked with torch 2.11 to 2.13.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -18,8 +19,12 @@ from torch.utils.checkpoint import checkpoint
 def in_eager(module: fx.GraphModule) -> Callable[..., Any]:
     """What gives a graph's results, and the gradients that the script's own lines would have given."""
     if any(node.target is tag_activation_checkpoint for node in module.graph.nodes):
-        return lambda *inputs: _Checkpointing(module).run(*inputs)
+        return partial(_checkpointing, module)
     return module
+
+
+def _checkpointing(module: fx.GraphModule, *inputs: Any) -> Any:
+    return _Checkpointing(module).run(*inputs)
 
 
 class _Checkpointing(fx.Interpreter):

@@ -84,6 +84,13 @@ class SkippingPolicy:
         is_open = self._compact is None and not self._was_read
         return None if is_open else Mode(bool(self._compact), self.loss_only)
 
+    @property
+    def variants(self) -> list[str]:
+        """The ways in which a graph may be compiled now, the first choice first: for some rows, and for all."""
+        if self._compact is None:
+            return ["some rows", "all rows"] if self.wants_any else ["all rows"]
+        return ["some rows" if self._compact else "all rows"]
+
     def wants_compact(self, proposal: Proposal, batch: Batch) -> bool:
         """Whether to compile the smaller graph now; the first batch decides where none has been seen."""
         self._insist(proposal)
@@ -209,19 +216,19 @@ class Skipping:
     ) -> None:
         """`run` is the compiled graph. It is the smaller one, which takes the tables of a batch as well, if there is
         `holds`, which tells of inputs and tables whether they are such as the graph was compiled for."""
-        self._proposal, self._policy, self._run = proposal, policy, run
+        self.proposal, self._policy, self._run = proposal, policy, run
         self._eager, self._holds, self._calls = in_eager(module), holds, 0
 
     def __call__(self, *inputs: Any) -> Any:
         if self._holds is None:
             self._calls += 1
             if self._calls % LOOK_EVERY == 1:
-                batch = self._proposal.front(inputs, with_tables=False)
-                self._policy.ran(self._proposal, batch, compact=False)
+                batch = self.proposal.front(inputs, with_tables=False)
+                self._policy.ran(self.proposal, batch, compact=False)
             return self._run(*inputs)
-        batch = self._proposal.front(inputs)
+        batch = self.proposal.front(inputs)
         is_possible = batch.fits and self._holds([*inputs, *batch.tables])
-        self._policy.ran(self._proposal, batch, compact=is_possible)
+        self._policy.ran(self.proposal, batch, compact=is_possible)
         if not is_possible:  # what eager mode gives depends on rows that the smaller graph leaves out
             return self._eager(*inputs)
         return self._run(*inputs, *batch.tables)

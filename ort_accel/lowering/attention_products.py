@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +93,9 @@ class AttentionProducts:
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
         self._made: dict[tuple[bool, bool, float, float | None], Run] = {}
+
+    def __reduce__(self) -> Any:
+        return AttentionProducts, (self._sessions,)
 
     def drops(self, *_: object) -> bool:
         """A dropout is one more product."""

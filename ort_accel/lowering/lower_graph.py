@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -19,7 +19,7 @@ from ort_accel.lowering.fuse import fuse
 from ort_accel.lowering.in_place import is_own
 from ort_accel.lowering.islands import merge_islands
 from ort_accel.lowering.nodes import count_ops, is_part, is_size, is_view, op_name, returned, tensors_of, user_line
-from ort_accel.lowering.ort_segment import OrtSegment, Results, build, lie_in_pool, ort_makes_results
+from ort_accel.lowering.ort_segment import OrtSegment, Results, Twin, build, lie_in_pool, ort_makes_results
 from ort_accel.lowering.program import SIZE, Program, Step, mark_last_uses
 from ort_accel.lowering.pytorch_segment import PyTorchSegment
 from ort_accel.lowering.segments import Assignment, Body, Cut, assign, body_of, cut
@@ -263,7 +263,7 @@ class _Assembly:
 
     def _ort_step(self, index: int, body: Body, wanted: list[fx.Node]) -> Step:
         model = build(body, wanted, self._lowering.opset)
-        twin = cache(lambda: PyTorchSegment(body, wanted, self._module))
+        twin = Twin(body, wanted, self._module)
         name = f"{self._name} part {index}"
         in_pool = lie_in_pool(wanted, self._lowering.pool_from)
         results = ort_makes_results if in_pool else Results(wanted, model.output_orders)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ort_accel.lowering.closures import made_by
 from ort_accel.lowering.nodes import fakes_in
 from ort_accel.lowering.placed_results import is_for_pool, placed
 from ort_accel.lowering.sizes import hinted_bytes
@@ -117,4 +118,4 @@ def product_of_known_sizes(target: Any) -> Callable[..., Tensor]:
         return otherwise(left.dtype, (rows, columns), *operands)
 
     run.__name__ = f"{str(target).replace('.', '_')}_of_known_sizes"
-    return run
+    return made_by(run, product_of_known_sizes, target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from traceback import clear_frames
 from typing import Any, cast
 
@@ -108,6 +109,26 @@ def _converter(lasting: bool, order: Order | None) -> Callable[[torch.Tensor], O
     return convert if order is None else lambda tensor: convert(tensor.permute(order))
 
 
+class Twin:
+    """The segment as PyTorch runs it, made when it is first needed."""
+
+    def __init__(self, body: Body, wanted: Sequence[fx.Node], owner: fx.GraphModule) -> None:
+        self._made = cache(lambda: PyTorchSegment(body, wanted, owner))
+
+    def __call__(self, tensors: list[Any], symbols: dict[str, int]) -> Sequence[Any]:
+        """Run with these inputs."""
+        return self._made()(tensors, symbols)
+
+    def __reduce__(self) -> Any:
+        return _as_kept, (self._made().__getstate__(),)
+
+
+def _as_kept(state: dict[str, Any]) -> PyTorchSegment:
+    segment = PyTorchSegment.__new__(PyTorchSegment)
+    segment.__dict__.update(state)
+    return segment
+
+
 def lie_in_pool(results: Iterable[fx.Node], pool_from: float) -> bool:
     """Whether the results of a segment lie in ONNX Runtime's pool: all of them do, or none."""
     values = [node.meta["val"] for node in results]
@@ -148,7 +169,7 @@ class OrtSegment:
         model: Model,
         sessions: Sessions,
         bound: Callable[[fx.Node], bool],
-        twin: Callable[[], PyTorchSegment],
+        twin: Callable[[list[Any], dict[str, int]], Sequence[Any]],
         on_failure: Callable[[Exception], bool],
         name: str,
         results: Callable[[dict[str, int]], Sequence[torch.Tensor]] = ort_makes_results,
@@ -159,25 +180,38 @@ class OrtSegment:
         names = [value.name or "" for value in model.model.graph.inputs]
         content = ir.to_proto(model.model).SerializeToString()
         outputs = [value.name or "" for value in model.outputs]
-        self._session = sessions.create(content, names, outputs, name)
-        self._convert = [
-            _converter(bound(node), order) for node, order in zip(model.inputs, model.input_orders, strict=True)
-        ]
+        self._made_from = sessions, content, names, outputs, name
+        self._given = [(bound(node), order) for node, order in zip(model.inputs, model.input_orders, strict=True)]
+        self._begin()
         self._permuted = [
             (position, reverse(order)) for position, order in enumerate(model.output_orders) if order is not None
         ]
         self._sizes = SizeFunction(item for size in model.sizes for item in size.sizes)
         self._size_inputs = model.sizes
-        self._ready: tuple[tuple[int, ...], list[OrtValue]] = ((), [])
         self._twin, self._on_failure = twin, on_failure
         self._results = results
         self._given_up = False
         self._record = record or Segment(name, Runner.ORT, {})
 
+    def _begin(self) -> None:
+        """Make what belongs to this process."""
+        sessions, *model = self._made_from
+        self._session = sessions.create(*model)
+        self._convert = [_converter(lasting, order) for lasting, order in self._given]
+        self._ready: tuple[tuple[int, ...], list[OrtValue]] = ((), [])
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_session", "_convert", "_ready")
+        return {name: value for name, value in self.__dict__.items() if name not in own} | {"inputs": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
     def __call__(self, tensors: list[Any], symbols: dict[str, int]) -> Sequence[Any]:
         """Run with these inputs."""
         if self._given_up:
-            return self._twin()(tensors, symbols)
+            return self._twin(tensors, symbols)
         try:
             results = self._by_onnx_runtime(tensors, symbols)
         except Exception as error:
@@ -200,7 +234,7 @@ class OrtSegment:
         if is_lack_of_memory(error):
             with suppress(Exception):  # there may not even be the little memory that this takes
                 release_unused()
-        return self._twin()(tensors, symbols)
+        return self._twin(tensors, symbols)
 
     def _size_values(self, symbols: dict[str, int]) -> list[OrtValue]:
         """The model's size inputs; made anew only when a size has changed."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ort_accel.lowering.closures import made_by
 from ort_accel.lowering.layouts import is_plain
 from ort_accel.lowering.sizes import hinted_bytes, is_known
 from ort_accel.observe.freed_memory import leaves_gaps
@@ -83,7 +84,7 @@ def placed(target: Any, pooled: bool) -> Callable[..., Tensor]:
         return other(*args, **kwargs, **{place: make(sizes, dtype)})  # type: ignore[no-any-return]
 
     run.__name__ = str(target).replace(".", "_") + "_placed"
-    return run
+    return made_by(run, placed, target, pooled)
 
 
 def _least(pooled: bool) -> float:

@@ -82,6 +82,9 @@ class PyTorchSegment:
         graph.output([copies[node] for node in wanted])
         self._module = fx.GraphModule(owner, graph)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"inputs": []}
+
     def __call__(self, tensors: list[Any], symbols: dict[str, int]) -> Sequence[Any]:
         """Run with these inputs. The list is emptied, so that a tensor's memory is free after its last use."""
         given = [*tensors, *self._size_values(symbols)]

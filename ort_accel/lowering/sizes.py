@@ -14,12 +14,12 @@ from torch.utils._sympy.printers import PythonPrinter
 Size = int | torch.SymInt
 
 
-def expression(size: Size) -> int | sympy.Expr:
+def expression(size: Size | sympy.Expr) -> int | sympy.Expr:
     """A size as a plain int where it is fixed, otherwise as an expression."""
-    if isinstance(size, torch.SymInt):
-        expr = size.node.expr
+    expr = size.node.expr if isinstance(size, torch.SymInt) else size
+    if isinstance(expr, sympy.Expr):
         return int(expr) if expr.is_Integer else expr
-    return int(size)
+    return int(expr)
 
 
 def known_equal(one: Size, other: Size) -> bool:
@@ -95,6 +95,9 @@ class SizeFunction:
         source = f"lambda {', '.join(self.symbols)}: ({''.join(body + ', ' for body in bodies)})"
         self._compute: Callable[..., tuple[int, ...]] = eval(source, {"math": math, "torch": torch})
         self._last: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def __reduce__(self) -> Any:
+        return SizeFunction, (self.sizes,)
 
     def __call__(self, values: dict[str, int]) -> tuple[int, ...]:
         """The sizes for these values of the symbols."""

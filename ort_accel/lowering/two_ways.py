@@ -38,6 +38,9 @@ class TwoWays:
         self._sizes = SizeFunction(expression(size) for value in values for size in value.shape)
         self._known, self._changed, self._record = KnownSizes(), changed, record
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"inputs": []}
+
     def __call__(self, tensors: list[Any], symbols: dict[str, int]) -> Sequence[Any]:
         """Run with these inputs."""
         sizes = self._sizes(symbols)

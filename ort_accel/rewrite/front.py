@@ -63,6 +63,9 @@ class Front:
         self._module = self._writer.finish(self._told, list(self._masks.values()))
         self._sizes: dict[Any, SizeFunction] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_writer"}
+
     @property
     def is_possible(self) -> bool:
         """Whether labels, marks and listed places are known before the graph runs."""

@@ -82,7 +82,7 @@ class ModelCache:
         """Delete what killed processes left; what is fresh may belong to one that is writing."""
         latest, count = time.time() - UNFINISHED_SECONDS, 0
         with suppress(OSError):
-            for path in self._folder.glob(".*.model.*"):
+            for path in [*self._folder.glob(".*.model.*"), *self._folder.glob(".*.graph.*")]:
                 if path.stat().st_mtime < latest:
                     path.unlink()
                     count += 1

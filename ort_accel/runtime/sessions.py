@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -65,6 +65,11 @@ class Sessions:
         self.settings = settings
         self._cache, self._folder, self._journal = cache, folder, journal
         self._made: WeakValueDictionary[bytes, _Watched] = WeakValueDictionary()
+
+    def __reduce__(self) -> Any:
+        if self._cache or self._folder or self._journal:
+            raise TypeError("sessions with a cache belong to one process")
+        return Sessions, (self.settings,)
 
     def without_trace(self) -> Sessions:
         """Sessions for trials, which are neither cached nor written down; should one end the process, it is known."""

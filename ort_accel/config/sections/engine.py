@@ -71,8 +71,8 @@ class Engine(Section):
     read the saved models with an older tool."""
 
     cache_dir: FilePath | None = None
-    """A folder that keeps compiled models between runs, so that the next start is fast, and remembers what ended a run
-    within ONNX Runtime. It may be shared by processes; `null` keeps nothing."""
+    """A folder that keeps compiled graphs and models between runs, so that the next start is fast, and remembers what
+    ended a run within ONNX Runtime. It may be shared by processes and users; `null` keeps nothing."""
 
     save_onnx: FilePath | None = None
     """A folder to write the ONNX models to, before and after optimization, for reading them in a viewer. `null` writes

@@ -19,6 +19,7 @@ from ort_accel.lowering import lean_attention, row_attention
 from ort_accel.lowering.attention_kernels import PYTORCH, Failed, How, Kernels
 from ort_accel.lowering.attention_precision import BACKWARD, FORWARD
 from ort_accel.lowering.attention_products import AttentionProducts
+from ort_accel.lowering.closures import made_by
 from ort_accel.lowering.row_operators import own
 from ort_accel.lowering.sizes import hint
 from ort_accel.lowering.tune.unnoticed import unnoticed
@@ -151,7 +152,7 @@ def _with(kernels: Kernels, function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*given, **named, kernels=kernels)
 
     call.__name__ = f"{function.__name__.lstrip('_')}_by_products"
-    return call
+    return made_by(call, _with, kernels, function)
 
 
 def _tokens(node: fx.Node) -> float:

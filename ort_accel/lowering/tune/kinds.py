@@ -33,7 +33,7 @@ class Kind:
         """One of the nodes as a segment of its own, on either side, with made-up inputs."""
         body, wanted = _alone(self.nodes[0], self.free)
         ours, theirs = build(body, wanted, opset), PyTorchSegment(body, wanted, owner, pooled=True, spent=())
-        segment = OrtSegment(ours, sessions, lambda _: False, lambda: theirs, _fail, self.subject)
+        segment = OrtSegment(ours, sessions, lambda _: False, theirs, _fail, self.subject)
         inputs = made_up_inputs(segment.inputs)
         return {
             Runner.ORT.value: lambda: segment(list(inputs), symbols),
