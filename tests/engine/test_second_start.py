@@ -89,7 +89,7 @@ def start(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
 
     def run(in_a_process=False, **how):
-        engine = {"cache_dir": str(run.cache), **how.pop("engine", {})}
+        engine = {"cache_dir": str(run.cache), "compare_with_eager": False, **how.pop("engine", {})}
         how["config"] = {"version": 1, "engine": engine, **how.get("config", {})}
         if not in_a_process:
             return Start(*runpy.run_path(str(run.script))["train"](how))
