@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from ort_accel.capture.backend import Backend
 from ort_accel.capture.checks import Checks
 from ort_accel.capture.dynamo import GraphBreaks, capturing, forget, graph_breaks_in
+from ort_accel.capture.kept_graphs import FOUND
 from ort_accel.capture.left_to_python import LeftToPython, NotCapturedError, line_of_fault
 from ort_accel.capture.open_sizes import Foreseen, OpenSizes
 from ort_accel.capture.problem_type import settle_problem_type
@@ -101,13 +102,16 @@ class Compiled:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Tell the backend how long a call took that compiled something, and note what no phase of it accounts for."""
+        """Tell how long a call took that compiled something, and note what of it no phase accounts for."""
         report = self._backend.report
-        before, phases, begin = report.counters["compilations"], report.set_up_seconds, time.perf_counter()
+        compiled, taken = report.counters["compilations"], report.counters[FOUND]
+        phases, begin = report.set_up_seconds, time.perf_counter()
         yield
-        if report.counters["compilations"] > before:
-            seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        is_compiled = report.counters["compilations"] > compiled
+        if is_compiled:
             self._backend.evaluation.compiled_a_step(seconds)
+        if is_compiled or report.counters[FOUND] > taken:
             report.timings[AROUND] = report.timings.get(AROUND, 0.0) + seconds - (report.set_up_seconds - phases)
 
     def _in_python(self, failure: NotCapturedError, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,115 @@
+"""Training steps beside eager PyTorch's while other processes keep the cores busy: `python benchmarks/under_load.py`.
+
+ort_accel runs as it comes and may let eager PyTorch run its steps. Both train on the same batches in turns, so that what
+disturbs one disturbs the other. The ratio is that of whole times, steps of the comparison with eager mode included; the
+first steps, up to the last compilation and three more, are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import ort_accel
+from ort_accel.cli.benchmark import machine
+from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
+
+SMALL = {"hidden": 256, "heads": 4, "layers": 4}
+WORKLOADS = {
+    "bert": Workload(dropout=0.1, **SMALL),
+    "bert, 35 % valid": Workload(density=0.35, **SMALL),
+    "llama": Workload(model="llama", batch=4, **SMALL),
+    "bert, ten layers": Workload(layers=10, hidden=192, heads=3, batch=4),
+    "bert, tiny": Workload(layers=12, hidden=64, heads=2, batch=4, length=64, vocab=500),
+}
+SETTLED_STEPS = 3
+ALLOWED = 1.03
+
+
+def _work_without_end() -> None:
+    torch.set_num_threads(1)
+    values = torch.randn(256, 256)
+    while True:
+        values = (values @ values).tanh_()
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """While this is entered, so many processes multiply matrices."""
+    spawn = multiprocessing.get_context("spawn")
+    started = [spawn.Process(target=_work_without_end, daemon=True) for _ in range(processes)]
+    for each in started:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in started:
+            each.terminate()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, seed: int) -> tuple[float, float]:
+    """Seconds of forward and backward, and the loss."""
+    torch.manual_seed(seed)
+    begin = time.perf_counter()
+    loss = model(**batch).loss
+    loss.backward()
+    seconds = time.perf_counter() - begin
+    optimizer.step()
+    optimizer.zero_grad()
+    return seconds, float(loss.detach())
+
+
+def measure(workload: Workload, steps: int) -> dict[str, Any]:
+    """Train in eager PyTorch and on ort_accel in turns."""
+    eager = build(workload)
+    ours = ort_accel.accelerate(copy.deepcopy(eager), {"version": 1, "observe": {"log_level": "error"}})
+    rivals = [(model, torch.optim.SGD(model.parameters(), 1e-3)) for model in (eager, ours)]
+    report = ort_accel.report(ours)
+    seconds: list[tuple[float, float]] = []
+    compiled, begin, furthest = 0, 0, 0.0
+    while len(seconds) < begin + steps:
+        count = len(seconds)
+        batch = batch_of(workload, count)
+        order = (0, 1) if count % 2 else (1, 0)
+        found = {which: step(*rivals[which], batch, count) for which in order}
+        seconds.append((found[0][0], found[1][0]))
+        furthest = max(furthest, abs(found[0][1] - found[1][1]))
+        if report.counters["compilations"] != compiled:
+            compiled, begin = report.counters["compilations"], count + 1 + SETTLED_STEPS
+    counted = seconds[begin:]
+    ratio = sum(each for _, each in counted) / sum(each for each, _ in counted)
+    comparison = str(report.comparison or report.features["engine.compare_with_eager"].reason)
+    return {"workload": str(workload), "steps": steps, "ratio": ratio, "loss": furthest, "comparison": comparison}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure all workloads; 1 if one takes longer than eager PyTorch by more than is allowed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--busy", type=int, default=4, help="processes that keep the cores busy")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--json", type=Path, help="file to write")
+    options = parser.parse_args(arguments)
+    record: dict[str, Any] = {"machine": machine.facts(torch.get_num_threads()), "busy": options.busy, "found": {}}
+    with busy(options.busy):
+        for name in options.only:
+            found = record["found"][name] = measure(WORKLOADS[name], options.steps)
+            print(f"{name}: {found['ratio']:.2f} times eager's time over {found['steps']} steps; {found['comparison']}")
+            if options.json:
+                options.json.write_text(json.dumps(record, indent=1) + "\n")
+    return int(any(found["ratio"] > ALLOWED for found in record["found"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
