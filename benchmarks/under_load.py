@@ -1,8 +1,8 @@
 """Training steps beside eager PyTorch's while other processes keep the cores busy: `python benchmarks/under_load.py`.
 
-ort_accel runs as it comes and may let eager PyTorch run its steps. Both train on the same batches in turns, so that what
-disturbs one disturbs the other. The ratio is that of whole times, steps of the comparison with eager mode included; the
-first steps, up to the last compilation and three more, are left out.
+ort_accel runs as it comes and may let eager PyTorch run its steps. Both train on the same batches in turns, so that
+what disturbs one disturbs the other. The ratio is that of whole times, steps of the comparison with eager mode
+included; the first steps, up to the last compilation and three more, are left out.
 """
 
 from __future__ import annotations
