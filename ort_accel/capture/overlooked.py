@@ -66,9 +66,11 @@ def _methods_called(graph: fx.Graph) -> frozenset[str]:
 
 
 def _is_covered(name: str) -> bool:
-    """Whether somebody has put a method into `torch.Tensor` where one of torch's library in C would be found."""
-    is_own = getattr(vars(Tensor).get(name), "__module__", None) == torch._tensor.__name__
-    return name in vars(Tensor) and not is_own and hasattr(torch._C.TensorBase, name)
+    """True if somebody has put a method into `torch.Tensor` where one of torch's library in C would be found."""
+    if (found := vars(Tensor).get(name)) is None or not hasattr(torch._C.TensorBase, name):
+        return False
+    is_own = getattr(found, "__module__", None) == torch._tensor.__name__
+    return not is_own and found is not getattr(torch._C.TensorBase, name)  # `detach` is C's own, with a docstring
 
 
 def _create(builder: GuardBuilder, guard: Guard, of_tensors: frozenset[str], traced: frozenset[CodeType]) -> None:
