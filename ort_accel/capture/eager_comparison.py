@@ -164,6 +164,7 @@ class EagerComparison:
             del self._under_way[0]
             if self._start.is_on:
                 self._start.took(seconds)
+                self._report.counters["steps of a small model in eager mode"] += 1
             elif step.is_typical and self._rivals.took(seconds / max(1, step.elements), in_eager):
                 self._decided()
 

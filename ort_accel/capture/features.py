@@ -92,6 +92,7 @@ OBEYED = (
     "memory.early_gradient_release",
     "memory.offload",
     "observe.log_level",
+    "observe.metrics",
     "observe.report_file",
     "observe.memory_stats",
     "observe.activation_statistics",

@@ -66,7 +66,7 @@ class ReportFile:
 
     def write_if_due(self) -> None:
         """Write a report that has something to tell and was not written yet."""
-        if self._is_due and (self._report.segments or self._report.series):
+        if self._is_due and (self._report.segments or self._report.series or self._report.counters):
             self.write()
 
     def _probe(self) -> None:

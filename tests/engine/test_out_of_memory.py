@@ -12,7 +12,8 @@ from ort_accel.capture import backend
 from tests.forked import START
 from tests.memory_limit import memory_limit
 
-QUIET = {"engine": {"compile_evaluation": True}, "observe": {"log_level": "error"}}
+ENGINE = {"compile_evaluation": True, "compare_with_eager": False}
+QUIET = {"engine": ENGINE, "observe": {"log_level": "error"}}
 
 
 def a_model():

@@ -23,8 +23,9 @@ from ort_accel.runtime.session import Session
 from tests.memory_limit import memory_limit
 
 WORDS = 64
-QUIET = {"observe": {"log_level": "error"}}
-COMPILED = QUIET | {"engine": {"compile_evaluation": True}}
+ENGINE = {"compare_with_eager": False}
+QUIET = {"engine": ENGINE, "observe": {"log_level": "error"}}
+COMPILED = QUIET | {"engine": ENGINE | {"compile_evaluation": True}}
 """Also for a call without gradients, so that its graphs can be counted."""
 
 
@@ -199,7 +200,7 @@ def leave_alone(rank, how):
 
 
 def runs(rank):
-    elsewhere = {"engine": {"run_in_pytorch": ["aten.cos"] if rank else []}}
+    elsewhere = {"engine": ENGINE | {"run_in_pytorch": ["aten.cos"] if rank else []}}
     return {
         **{name: partial(sharded, name, rank) for name in SHARDED},
         "other shapes": partial(data_parallel, rank, lengths=(3, 4, 5, 6) if rank else (7,)),

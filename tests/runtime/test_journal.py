@@ -43,7 +43,7 @@ def train_once(folder):
         model(torch.ones(3, 8)).backward()
         gradients.append(first.weight.grad.clone())
         first.weight.grad = None
-        ort_accel.accelerate(model, {"engine": {"cache_dir": str(folder)}})
+        ort_accel.accelerate(model, {"engine": {"cache_dir": str(folder), "compare_with_eager": False}})
     return ort_accel.report(model), gradients[0], gradients[-1]
 
 
