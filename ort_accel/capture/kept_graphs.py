@@ -20,7 +20,7 @@ from torch._guards import TracingContext
 from ort_accel.capture.graph_key import graph_key
 from ort_accel.capture.pickled import NotKeepable, read_back, written
 from ort_accel.errors import in_a_line
-from ort_accel.reporting import Report
+from ort_accel.reporting import Reason, Report
 from ort_accel.runtime.signed_files import SignedFiles
 
 LOG = logging.getLogger("ort_accel")
@@ -156,6 +156,8 @@ class Making:
             raise NotKeepable("compiling it led to checks of more than sizes of its inputs")
         guards = [expr for expr in self._conditions() if expr not in self._guards]
         said = Said.by(self._report).since(self._said)
+        if any(reason is Reason.ENDED_RUNS for _, reason, _ in said.parts["_fallbacks"]):
+            raise NotKeepable("earlier runs ended in a part of it, which may be forgotten")
         return Kept(run, said, guards, graphs, time.perf_counter() - self._begin)
 
 

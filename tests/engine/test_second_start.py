@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ort_accel.capture.activation import AROUND
+
 HOUSE = Path(__file__).parents[2]
 
 SCRIPT = """
@@ -141,7 +143,7 @@ def assert_taken_again(start, first, second):
     assert second.compiled == 0, second.notes
     assert second.taken == len(graphs(start))
     assert second.numbers == first.numbers
-    assert set(second.report["timings"]) == {"capture"}, "a phase behind Dynamo ran"
+    assert set(second.report["timings"]) <= {"capture", AROUND}, "a phase behind Dynamo ran"
     for said in ("segments", "fallbacks", "memory"):
         assert second.report[said] == first.report[said]
 

@@ -93,6 +93,11 @@ def ended_runs(report):
     return {item["op"] for item in report["fallbacks"] if item["reason"] == Reason.ENDED_RUNS.value}
 
 
+def of_ends(report):
+    """The notes about runs that ended in ONNX Runtime, without what follows from them for kept graphs."""
+    return [note for note in report["notes"] if "ended while" in note and not note.startswith("engine.cache_dir")]
+
+
 @pytest.mark.parametrize(
     ("dies_in", "signal_number", "code", "left_to_pytorch"),
     [
@@ -108,11 +113,11 @@ def test_what_ended_two_runs_is_left_to_pytorch(tmp_path, dies_in, signal_number
     assert exit_code == 0
     assert ended_runs(report) == left_to_pytorch
     assert any(segment["runner"] == "onnxruntime" for segment in report["segments"]), "all is left to PyTorch"
-    (note,) = report["notes"]
+    (note,) = of_ends(report)
     assert "2 runs ended while ONNX Runtime created or ran it" in note
     shutil.rmtree(tmp_path / journal.FOLDER)
     exit_code, report = run(tmp_path)
-    assert (exit_code, report["fallbacks"], report["notes"]) == (0, [], [])
+    assert (exit_code, report["fallbacks"], of_ends(report)) == (0, [], [])
 
 
 @pytest.mark.parametrize("dies_in", ["run", "later run"])
@@ -121,7 +126,7 @@ def test_one_that_was_killed_is_tried_once_more_and_forgotten_if_that_goes_well(
     exit_code, report = run(tmp_path)
     assert (exit_code, report["fallbacks"]) == (0, [])
     assert any("1 run ended" in note and "tried once more" in note for note in report["notes"])
-    assert run(tmp_path)[1]["notes"] == []
+    assert of_ends(run(tmp_path)[1]) == []
     assert marks(tmp_path) == []
 
 
@@ -129,7 +134,7 @@ def test_what_others_end_is_no_sign_nor_is_an_end_between_two_runs(tmp_path):
     assert run(tmp_path, "later run", signal.SIGTERM)[0] == -signal.SIGTERM
     assert run(tmp_path, "between", signal.SIGKILL)[0] == -signal.SIGKILL
     assert len(marks(tmp_path)) == 1, "the page of the second"
-    assert run(tmp_path)[1]["notes"] == []
+    assert of_ends(run(tmp_path)[1]) == []
     assert marks(tmp_path) == []
 
 
