@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ort_accel.capture.eager_again import generator_of
 from ort_accel.capture.kept_graphs import FOUND
@@ -65,6 +66,7 @@ class EagerComparison:
         self._report, self._device = report, device
         self._now: Callable[[], Any] = DeviceMoment if device.type == "cuda" else HostMoment
         self._why_not = why_not(config, sees_steps)
+        self._follows_pytorch = config.engine.deterministic == "auto"
         self._start = SmallStart()
         self._rivals = Rivals()
         self._captured_bytes, self._eager_bytes = 0, 0
@@ -87,7 +89,7 @@ class EagerComparison:
 
     def call(self, model: nn.Module, inputs: Sequence[Any], engine: Callable[[], Any], eager: Callable[[], Any]) -> Any:
         """Make a training call, by the one whose turn it is."""
-        if self._why_not:
+        if self._why_not or (self._follows_pytorch and torch.are_deterministic_algorithms_enabled()):
             return engine()
         step = self._step
         if step is None or step.is_over:
@@ -194,7 +196,7 @@ class SmallStart:
 
     def begin(self, model: nn.Module, inputs: Sequence[Any]) -> bool:
         """Estimate from parameters and the first batch what a step takes; True if the model begins in eager mode."""
-        flops_per_element = 6 * sum(parameter.numel() for parameter in model.parameters())
+        flops_per_element = 6 * sum(each.numel() for each in model.parameters() if not is_lazy(each))
         elements = max((item.numel() for item in inputs if isinstance(item, torch.Tensor)), default=0)
         layers = sum(1 for module in model.modules() if any(True for _ in module.parameters(recurse=False)))
         self._compile_s = COMPILE_S + COMPILE_S_PER_LAYER * layers

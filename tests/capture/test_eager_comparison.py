@@ -232,6 +232,45 @@ def test_an_eager_step_without_memory_is_made_on_the_engine_with_the_same_random
     assert "does not suffice" in ort_accel.report(ours).features[FEATURE].reason
 
 
+def test_a_deterministic_mode_that_begins_later_ends_the_turns(steps_of_some_time):
+    _, ran = steps_of_some_time
+    ours = ort_accel.accelerate(Model(), {"version": 1})
+    train(ours, 5)
+    ran.clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        train(ours, 12)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert set(ran) == {"engine"}
+
+
+def test_parameters_that_are_not_there_yet_do_not_count(compared_with_eager):
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.LazyLinear(8), nn.Linear(8, 1)
+
+        def forward(self, x):
+            return self.last(self.first(x)).sum()
+
+    ours = ort_accel.accelerate(Late(), {"version": 1})
+    for _ in range(3):
+        ours(torch.randn(4, 6)).backward()
+    assert ours.first.weight.grad.shape == (8, 6)
+
+
+def test_function_transforms_of_a_model_are_as_in_eager_mode(compared_with_eager):
+    eager, (x, labels) = Model(), batch(0)
+    ours = ort_accel.accelerate(copy.deepcopy(eager), {"version": 1})
+    found = []
+    for model in (eager.eval(), ours.eval()):
+        weights = dict(model.named_parameters())
+        call = torch.func.grad(lambda weights, model=model: torch.func.functional_call(model, weights, (x, labels)))
+        found.append(call(weights))
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_calls_without_a_backward_end_the_comparison(steps_of_some_time):
     _, ran = steps_of_some_time
     ours = ort_accel.accelerate(Model(), {"version": 1})
