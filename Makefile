@@ -8,6 +8,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c '$(SUITABLE)
 IS_NEWER := $(shell $(PYTHON) -c '$(NEWER)' 2>/dev/null && echo yes)
 INFERENCE := $(if $(IS_NEWER),.venv-inference-newer,.venv-inference)
 TEAM := -n 2 --dist worksteal
+ON_BOTH := $(addprefix tests/,autotune executor graph kernels lowering memory operators partition passes runtime engine/test_training.py)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -44,7 +45,7 @@ test-training: .venv/.ready ## Of the whole project, on onnxruntime-training
 	.venv/bin/python -m pytest $(TEAM) -m "not long"
 
 test-inference: $(INFERENCE)/.ready ## Those of operators, sessions and training, on plain onnxruntime
-	$(INFERENCE)/bin/python -m pytest $(TEAM) -m "not long" tests/lowering tests/runtime tests/engine/test_training.py
+	$(INFERENCE)/bin/python -m pytest $(TEAM) -m "not long" $(ON_BOTH)
 
 test-all: lint setup ## All tests, on both runtimes
 	.venv/bin/python -m pytest $(TEAM)

@@ -22,11 +22,11 @@ from benchmarks.op_parity import Verdict, check, full_name, operators
 from ort_accel.cli.benchmark.contenders import EAGER, INDUCTOR, ORT_ACCEL, Trace, distances
 from ort_accel.cli.benchmark.timing import compare, in_turns, summary
 from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
-from ort_accel.recompute import optimizer
+from ort_accel.recompute import planner
 from ort_accel.recompute.budget import Chosen
 from ort_accel.recompute.cost import FLOPS_PER_MS
-from ort_accel.recompute.transfers import LINK_BYTES_PER_MS
-from ort_accel.runtime.flavor import installed_runtime
+from ort_accel.recompute.offload_schedule import LINK_BYTES_PER_MS
+from ort_accel.runtime.installed_ort import installed_runtime
 
 # fmt: off
 OPERATORS = frozenset([
@@ -343,7 +343,7 @@ def check_offload(bench: Bench) -> None:
 @contextmanager
 def everything_moved() -> Iterator[None]:
     """While this is entered, a budget moves all values that can be, and computes none again."""
-    within, movable = optimizer.within, optimizer.Movable
+    within, movable = planner.within, planner.Movable
     names: list[str] = []
 
     class Noted(movable):
@@ -355,11 +355,11 @@ def everything_moved() -> Iterator[None]:
         first = next(sequences[0])
         return [first, dataclasses.replace(first, chosen=Chosen(moved=frozenset(names)))]
 
-    optimizer.within, optimizer.Movable = all_of_them, Noted
+    planner.within, planner.Movable = all_of_them, Noted
     try:
         yield
     finally:
-        optimizer.within, optimizer.Movable = within, movable
+        planner.within, planner.Movable = within, movable
 
 
 def offload_fault(bench: Bench, size: Workload, budget: str | float) -> str:

@@ -23,10 +23,10 @@ from ort_accel.cli.benchmark.contenders import EAGER
 from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
 from ort_accel.config.values import bytes_in
 from ort_accel.errors import OrtAccelError
-from ort_accel.observe.freed_memory import return_free_memory
-from ort_accel.observe.process_memory import MostInUse, in_use, reset_peak, resident
+from ort_accel.memory.malloc_settings import return_free_memory
+from ort_accel.memory.process_memory import MostInUse, in_use, reset_peak, resident
 from ort_accel.optim import FusedAdam, step_in_backward
-from ort_accel.runtime.pool import release_unused
+from ort_accel.runtime.ort_pool import release_unused
 
 CHECKPOINTING = "eager, checkpointing"
 EARLY = "level 1, early updates"

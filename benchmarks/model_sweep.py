@@ -40,7 +40,7 @@ from benchmarks.tiny_models import OTHERWISE, tiny
 from ort_accel.cli.quiet import quiet
 from ort_accel.config import load_config
 from ort_accel.reporting import Reason, Report, Runner
-from ort_accel.runtime.flavor import installed_runtime
+from ort_accel.runtime.installed_ort import installed_runtime
 
 SKIPPING = ("density.labels", "density.padding", "compute.upstream")
 QUIET = {"observe": {"log_level": "error"}}

@@ -17,7 +17,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
-from ort_accel.capture.backend import Backend
+from ort_accel.compiler.backend import Backend
 from ort_accel.config import load_config
 from ort_accel.reporting import Report, Runner
 

@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.op_parity import Outcome, Verdict, check, full_name, operators
-from ort_accel.runtime.flavor import installed_runtime
+from ort_accel.runtime.installed_ort import installed_runtime
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

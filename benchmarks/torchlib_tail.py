@@ -2,7 +2,7 @@
 
 Every call of such an operator that torch's own samples make, forward and backward, is run by ONNX Runtime as torchlib
 writes it: as it is, with NaN and infinities mixed in, and behind transposes, which ONNX Runtime fuses.
-Writes `ort_accel/lowering/torchlib_tail.json`. Run it with one runtime, then with the other and `--narrow`.
+Writes `ort_accel/lowering/torchlib_fallback.json`. Run it with one runtime, then with the other and `--narrow`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.op_parity import SEED, Case, difference, operators, ort_backend
-from ort_accel.lowering import registry, torchlib_tail
+from ort_accel.lowering import registry, torchlib_fallback
 from ort_accel.reporting import Report
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -48,7 +48,7 @@ class Collector(TorchDispatchMode):
         super().__init__()
         registry.lowerings()
         known = {str(target) for target in registry._LOWERINGS}
-        self.wanted = set(torchlib_tail.torchlib()) - known - NEVER
+        self.wanted = set(torchlib_fallback.torchlib()) - known - NEVER
         self.calls: Calls = defaultdict(list)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,7 +56,7 @@ class Collector(TorchDispatchMode):
         if name in self.wanted and _is_pure(function):
             leaves, spec = pytree.tree_flatten((args, kwargs or {}))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            calls = self.calls[name, torchlib_tail.types_of(tensors)]
+            calls = self.calls[name, torchlib_fallback.types_of(tensors)]
             if tensors and len(calls) < CALLS and not any(map(torch.is_complex, tensors)):
                 calls.append(([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec))
         return function(*args, **(kwargs or {}))
@@ -95,7 +95,7 @@ def _run(case: Case) -> None:
 
 def survives(name: str, types: str, calls: list[Any]) -> bool:
     """Whether an operator is right, found out in a process of its own, which may crash."""
-    registry.lowerings()[torchlib_tail.overload(name)] = torchlib_tail.lowering(name, {types})
+    registry.lowerings()[torchlib_fallback.overload(name)] = torchlib_fallback.lowering(name, {types})
     process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(0 if right(name, calls) else 3))
     process.start()
     process.join()
@@ -104,7 +104,7 @@ def survives(name: str, types: str, calls: list[Any]) -> bool:
 
 def right(name: str, calls: list[Any]) -> bool:
     """Whether ONNX Runtime gave eager's result for all calls that it could run, and could run some."""
-    target = torchlib_tail.overload(name)
+    target = torchlib_fallback.overload(name)
     verdicts = [
         verdict
         for leaves, spec in calls
@@ -178,7 +178,7 @@ def main() -> int:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    listed = json.loads(torchlib_tail.LIST.read_text())["operators"]
+    listed = json.loads(torchlib_fallback.LIST.read_text())["operators"]
     found: dict[str, list[str]] = defaultdict(list)
     for (name, types), made in sorted(collect(options.samples).items()):
         is_right = len(made) >= FEWEST and survives(name, types, made)
@@ -187,7 +187,7 @@ def main() -> int:
             found[name].append(types)
     found = {name: types for name, types in found.items() if any("float32" in item for item in types)}
     record = {"torch": version("torch"), "onnxscript": version("onnxscript"), "operators": found}
-    torchlib_tail.LIST.write_text(json.dumps(record, indent=1) + "\n")
+    torchlib_fallback.LIST.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 

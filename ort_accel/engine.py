@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from ort_accel.capture.activation import CompiledCall, ModelCall, OutsideLoss
-from ort_accel.capture.backend import Backend
-from ort_accel.capture.layers import LayeredCall, is_sharded, kinds_of, layers_of
-from ort_accel.capture.open_sizes import Foreseen
-from ort_accel.capture.placement import device_of
+from ort_accel.capture.dynamic_shapes import Foreseen
+from ort_accel.compiler.backend import Backend
+from ort_accel.compiler.device_placement import device_of
+from ort_accel.compiler.layer_by_layer import LayeredCall, is_sharded, kinds_of, layers_of
+from ort_accel.compiler.module_call import CompiledCall, ModelCall, OutsideLoss
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.observe.density import DensityInspector

@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _explain_lack_of_memory(error: BaseException) -> None:
-    from ort_accel.runtime.out_of_memory import explain_lack_of_memory
+    from ort_accel.memory.out_of_memory import explain_lack_of_memory
 
     explain_lack_of_memory(error)
 

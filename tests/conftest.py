@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import pytest
 from torch._dynamo.pgo import reset_code_state
 
-from ort_accel.capture import eager_comparison
+from ort_accel.eager import comparison
 from tests.pretend_cuda import cuda_device
 
 __all__ = ["cuda_device"]
 
-WHY_NOT = eager_comparison.why_not
+WHY_NOT = comparison.why_not
 
 
 def pytest_collection_finish() -> None:
@@ -32,13 +32,13 @@ def key_of_tests(tmp_path_factory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def engine_runs_every_step(monkeypatch) -> None:
     """Tests are of the engine: its steps take no turns with eager mode's, but where a test asks for it."""
-    monkeypatch.setattr(eager_comparison, "why_not", lambda *_: "switched off for tests")
+    monkeypatch.setattr(comparison, "why_not", lambda *_: "switched off for tests")
 
 
 @pytest.fixture
 def compared_with_eager(monkeypatch, engine_runs_every_step) -> None:
     """Steps are compared with eager mode's, as they are in a training."""
-    monkeypatch.setattr(eager_comparison, "why_not", WHY_NOT)
+    monkeypatch.setattr(comparison, "why_not", WHY_NOT)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ort_accel.runtime import session
-from ort_accel.runtime.place import CPU, CPU_PROVIDER, Place
+from ort_accel.runtime.device import CPU, CPU_PROVIDER, Place
 
 
 @dataclass(eq=False)

@@ -102,7 +102,7 @@ def pytest_configure() -> None:
 
 def _remember_reports() -> None:
     """Keep the report of each model that anything puts on the engine."""
-    from ort_accel.capture import backend
+    from ort_accel.compiler import backend
 
     original = backend.Backend.__init__
 

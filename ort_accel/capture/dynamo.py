@@ -22,8 +22,8 @@ from torch._dynamo.exc import (
 from torch._functorch import config as functorch_settings
 from torch.fx.experimental import _config as shape_settings
 
-from ort_accel.capture import checks_in_graphs, written_functions  # noqa: F401  they change Dynamo
-from ort_accel.capture.by_engine import by_engine
+from ort_accel.capture import autograd_replacements, in_graph_asserts  # noqa: F401  they change Dynamo
+from ort_accel.capture.engine_only import by_engine
 from ort_accel.errors import OrtAccelError
 from ort_accel.reporting import Reason, Report
 

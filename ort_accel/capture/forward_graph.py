@@ -22,9 +22,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 from torch.fx.traceback import preserve_node_meta
 
-from ort_accel.capture.known_results import KnownResults
-from ort_accel.lowering.sizes import SizeFunction, SymbolSource
-from ort_accel.rewrite.pipeline import NothingToSkip
+from ort_accel.capture.reuse_fake_results import KnownResults
+from ort_accel.graph.symbolic_sizes import SizeFunction, SymbolSource
+from ort_accel.row_skipping.pipeline import NothingToSkip
 
 PLAIN = {"use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop"}
 """What a checkpoint may be told that changes none of its numbers: random ones are the same again in any case."""

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput
 
-from ort_accel.lowering.nodes import returned
+from ort_accel.graph.nodes import returned
 
 NODE = "CompiledFunctionBackward"
 """What autograd calls the node of a graph that AOTAutograd compiled."""

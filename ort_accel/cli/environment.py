@@ -12,12 +12,12 @@ from typing import Any
 
 import ort_accel
 from ort_accel.errors import RuntimeMissingError
-from ort_accel.observe.freed_memory import JOINING, leaves_gaps
-from ort_accel.runtime import flavor
-from ort_accel.runtime.kernels import FUSED, RECENT, TRAINING
+from ort_accel.memory.malloc_settings import JOINING, leaves_gaps
+from ort_accel.runtime import installed_ort
+from ort_accel.runtime.kernel_probes import FUSED, RECENT, TRAINING
 
 _OPTIONAL = ("deepspeed",)
-_EXTRAS = ("deepspeed", *flavor.EXTRAS.values())
+_EXTRAS = ("deepspeed", *installed_ort.EXTRAS.values())
 _TRAINING_PYTHONS = ((3, 11), (3, 12))
 """From which Python on, and below which, onnxruntime-training 1.19.2 has wheels and ort_accel runs."""
 
@@ -35,7 +35,7 @@ class Devices:
 class Runtime:
     """The ONNX Runtime and what it said when it was asked."""
 
-    flavor: flavor.Flavor
+    flavor: installed_ort.Flavor
     usable_providers: tuple[str, ...]
     kernels: dict[str, dict[str, bool]]
     """Under `training`, `fused` and `recent`: whether each kernel runs on the CPU."""
@@ -122,16 +122,16 @@ def _installed_version(name: str) -> str | None:
 
 
 def _runtime(blockers: list[str]) -> Runtime | None:
-    if _installed_version("onnx") is None and len(flavor.installed_distributions()) == 1:
+    if _installed_version("onnx") is None and len(installed_ort.installed_distributions()) == 1:
         return None  # without onnx no question can be put, and onnx is among the blockers already
     try:
-        found = flavor.installed_runtime()
+        found = installed_ort.installed_runtime()
     except RuntimeMissingError as error:
         blockers.append(str(error))
         return None
     groups = {"training": TRAINING, "fused": FUSED, "recent": RECENT}
-    usable = tuple(provider for provider in found.providers if flavor.provider_runs(provider))
-    return Runtime(found, usable, {group: flavor.kernels(names) for group, names in groups.items()})
+    usable = tuple(provider for provider in found.providers if installed_ort.provider_runs(provider))
+    return Runtime(found, usable, {group: installed_ort.kernels(names) for group, names in groups.items()})
 
 
 def _devices(blockers: list[str]) -> Devices | None:
@@ -146,7 +146,7 @@ def _devices(blockers: list[str]) -> Devices | None:
         return None
 
 
-def _python_warnings(found: flavor.Flavor) -> list[str]:
+def _python_warnings(found: installed_ort.Flavor) -> list[str]:
     first, beyond = _TRAINING_PYTHONS
     version = tuple(map(int, platform.python_version_tuple()[:2]))
     if version < first:

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from ort_accel.cli.accelerate_file import AccelerateFile
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import usable_config
-from ort_accel.observe.freed_memory import JOINING, leaves_gaps
+from ort_accel.memory.malloc_settings import JOINING, leaves_gaps
 
 RUNNER = "ort_accel.run"
 PROGRAM = "ort-accel launch"

@@ -16,8 +16,8 @@ from accelerate.utils import DistributedType, extract_model_from_parallel, model
 from torch import nn
 
 from ort_accel import engine
-from ort_accel.capture.layers import is_sharded
-from ort_accel.capture.open_sizes import Foreseen
+from ort_accel.capture.dynamic_shapes import Foreseen
+from ort_accel.compiler.layer_by_layer import is_sharded
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.deepspeed_hooks import move_hooks_out_of

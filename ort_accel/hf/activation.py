@@ -11,8 +11,8 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 import ort_accel
 from ort_accel import engine
-from ort_accel.capture.activation import ModelCall
-from ort_accel.capture.features import refuse_missing
+from ort_accel.compiler.features import refuse_missing
+from ort_accel.compiler.module_call import ModelCall
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.fused_head import write_out_heads

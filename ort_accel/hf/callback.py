@@ -27,7 +27,7 @@ from ort_accel.subscribers import SubscriberManager
 if TYPE_CHECKING:
     from torch import nn
 
-    from ort_accel.capture.activation import ModelCall
+    from ort_accel.compiler.module_call import ModelCall
 
 
 class ORTAccelCallback(TrainerCallback):

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 from torch.utils.data import DataLoader
 
-from ort_accel.capture.open_sizes import Foreseen
+from ort_accel.capture.dynamic_shapes import Foreseen
 
 NAMES = ("input_values", "labels")
 """The parts of a sample that have a length of their own, besides tokens (`input_ids`, TRL's `chosen_ids`)."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ort_accel.capture.written_functions import Written, write_out
-from ort_accel.lowering.token_scores import token_scores
+from ort_accel.capture.autograd_replacements import Written, write_out
+from ort_accel.kernels.token_log_probs import token_scores
 
 KERNELS = "trl.kernels.chunked_logprob"
 MOST = 1 << 28

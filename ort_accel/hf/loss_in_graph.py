@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 
 from ort_accel import engine
-from ort_accel.capture.activation import OutsideLoss
+from ort_accel.compiler.module_call import OutsideLoss
 from ort_accel.errors import OrtAccelError
 
 FEATURE = "compute.loss_in_graph"

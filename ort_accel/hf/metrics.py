@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ort_accel.memory.process_memory import most_before_reset
 from ort_accel.observe.density import IGNORED, is_of_tokens
-from ort_accel.observe.process_memory import most_before_reset
 from ort_accel.reporting import Report, State
 
 

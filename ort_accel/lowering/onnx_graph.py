@@ -12,8 +12,8 @@ import sympy
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ort_accel.lowering.running_order import listed
-from ort_accel.lowering.sizes import Size, expression
+from ort_accel.graph.symbolic_sizes import Size, expression
+from ort_accel.lowering.node_order import listed
 
 DTYPES = {
     torch.float32: ir.DataType.FLOAT,

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from ort_accel.lowering.onnx_graph import OnnxGraph
-from ort_accel.lowering.torchlib_tail import tail
+from ort_accel.lowering.torchlib_fallback import tail
 
 Lowering = Callable[..., Any]
 """Called with the graph and the node's arguments, tensors as `Operand`; returns one `ir.Value`, or a tuple of values

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from ort_accel.recompute.timeline import Stage, Timeline
+from ort_accel.recompute.peak_memory import Stage, Timeline
 from ort_accel.reporting import MemoryStage
 
 LASTING, STATES, GRADIENTS = "parameters, buffers, inputs", "optimizer states", "gradients"

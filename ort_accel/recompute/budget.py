@@ -23,9 +23,9 @@ from torch import fx
 from ort_accel.config.values import bytes_in
 from ort_accel.errors import OrtAccelError
 from ort_accel.recompute.cost import milliseconds
-from ort_accel.recompute.moves import Move
+from ort_accel.recompute.offload import Move
+from ort_accel.recompute.peak_memory import Timeline
 from ort_accel.recompute.plans import Place
-from ort_accel.recompute.timeline import Timeline
 
 ROUNDS = 16
 """Each round frees about such a part of what is alive at the highest moment when nothing is computed again."""

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_accel.lowering.nodes import is_part, is_view
-from ort_accel.lowering.row_operators import own
-from ort_accel.recompute.graph import can_be_repeated, inputs_of
+from ort_accel.graph.nodes import is_part, is_view
+from ort_accel.kernels.packed_rows import own
+from ort_accel.recompute.joint_graph import can_be_repeated, inputs_of
 
 aten = torch.ops.aten
 

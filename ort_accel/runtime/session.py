@@ -13,11 +13,11 @@ import torch
 
 from ort_accel.errors import OrtAccelError
 from ort_accel.runtime.cuda import NOT_SYNCHRONIZED, PROVIDER, in_order
-from ort_accel.runtime.imported import native as ort
-from ort_accel.runtime.imported import onnxruntime
+from ort_accel.runtime.device import CPU, Place
+from ort_accel.runtime.dlpack import OrtValue, to_ort, to_torch
+from ort_accel.runtime.import_ort import native as ort
+from ort_accel.runtime.import_ort import onnxruntime
 from ort_accel.runtime.openmp import rest_openmp
-from ort_accel.runtime.place import CPU, Place
-from ort_accel.runtime.tensors import OrtValue, to_ort, to_torch
 
 INEXACT = ["MatMulScaleFusion"]
 """Optimizations that are left out: this one keeps a float64 scale in single precision."""

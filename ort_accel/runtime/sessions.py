@@ -14,10 +14,10 @@ import torch
 
 from ort_accel.errors import OrtAccelError
 from ort_accel.files import write_aside
-from ort_accel.runtime.cache import ModelCache, optimized_by
-from ort_accel.runtime.journal import Attempt, CrashJournal
+from ort_accel.runtime.crash_journal import Attempt, CrashJournal
+from ort_accel.runtime.dlpack import OrtValue
+from ort_accel.runtime.model_cache import ModelCache, optimized_by
 from ort_accel.runtime.session import Session, SessionSettings
-from ort_accel.runtime.tensors import OrtValue
 
 
 class ModelFolder:

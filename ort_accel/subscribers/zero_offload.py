@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from ort_accel import engine
-from ort_accel.capture.layers import kinds_of, layers_of
+from ort_accel.compiler.layer_by_layer import kinds_of, layers_of
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.subscribers.base import SubscriberBase

@@ -9,8 +9,8 @@ import transformers
 from torch import nn
 
 import ort_accel
-from ort_accel.capture.backend import FIXED_SIZES, registered
 from ort_accel.capture.dynamo import capturing
+from ort_accel.compiler.backend import FIXED_SIZES, registered
 from ort_accel.reporting import Reason
 from tests.against_eager import assert_step_as_eager, compilations, pair, report
 

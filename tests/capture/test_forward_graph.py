@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from ort_accel.capture.dynamo import capturing
 from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
-from ort_accel.lowering.nodes import user_line
+from ort_accel.graph.nodes import user_line
 
 
 def captured(

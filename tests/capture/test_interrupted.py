@@ -10,7 +10,7 @@ import pytest
 from torch._dynamo.output_graph import OutputGraph
 
 import ort_accel
-from ort_accel.capture import backend
+from ort_accel.compiler import backend
 from tests.against_eager import assert_step_as_eager, report
 from tests.capture.language_model import Model, batch, engine
 from tests.tiers import mostly_long

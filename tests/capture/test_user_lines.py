@@ -8,8 +8,8 @@ import transformers as hf
 from torch import fx, nn
 
 import ort_accel
-from ort_accel.lowering import lower_graph
-from ort_accel.lowering.nodes import op_name, user_line
+from ort_accel.compiler import compile_graph
+from ort_accel.graph.nodes import op_name, user_line
 from tests.against_eager import assert_step_as_eager, pair
 
 SAYS = {"embedding": "embedding", "dropout": "dropout", "attention": "attention", "tanh": "tanh|pool|activation"}
@@ -19,13 +19,13 @@ SAYS = {"embedding": "embedding", "dropout": "dropout", "attention": "attention"
 def bert_lines(monkeypatch, lengths=(16, 24, 32)):
     """A padded BERT trained on several lengths: its report, and for each node the operator and its line."""
     found = set()
-    lower = lower_graph.lower_graph
+    lower = compile_graph.lower_graph
 
     def look(module: fx.GraphModule, *args, **kwargs):
         found.update((op_name(node), user_line(node)) for node in module.graph.nodes if node.op == "call_function")
         return lower(module, *args, **kwargs)
 
-    monkeypatch.setattr("ort_accel.capture.backend.lower_graph", look)
+    monkeypatch.setattr("ort_accel.compiler.backend.lower_graph", look)
     torch.manual_seed(0)
     config = hf.BertConfig(
         vocab_size=90, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ort_accel.cli import environment
 from ort_accel.cli.main import app
-from ort_accel.runtime import flavor
+from ort_accel.runtime import installed_ort
 
 real_version = importlib.metadata.version
 runner = CliRunner()
@@ -44,13 +44,13 @@ def test_a_working_machine_can_train():
 def test_json_holds_the_same_for_machines():
     found = json.loads(runner.invoke(app, ["env", "--json"]).stdout)
     assert found["can_train"] is True
-    assert found["runtime"]["flavor"]["distribution"] == flavor.installed_runtime().distribution
+    assert found["runtime"]["flavor"]["distribution"] == installed_ort.installed_runtime().distribution
     assert found["runtime"]["kernels"]["fused"]["com.microsoft.FusedMatMul"] is True
     assert found["devices"]["cpu_threads"] >= 1
 
 
 def test_a_missing_runtime_is_said_with_its_command(pretend):
-    pretend(dict.fromkeys(flavor.DISTRIBUTIONS))
+    pretend(dict.fromkeys(installed_ort.DISTRIBUTIONS))
     result = runner.invoke(app, ["env"])
     assert result.exit_code == 1
     assert 'pip install "ort-accel[training]"' in result.stdout
@@ -58,7 +58,7 @@ def test_a_missing_runtime_is_said_with_its_command(pretend):
 
 
 def test_a_doubled_runtime_is_said_with_its_command(pretend):
-    pretend({**dict.fromkeys(flavor.DISTRIBUTIONS), "onnxruntime": "1.31.1", "onnxruntime-training": "1.19.2"})
+    pretend({**dict.fromkeys(installed_ort.DISTRIBUTIONS), "onnxruntime": "1.31.1", "onnxruntime-training": "1.19.2"})
     result = runner.invoke(app, ["env", "--json"])
     [blocker] = json.loads(result.stdout)["blockers"]
     assert result.exit_code == 1
@@ -96,7 +96,7 @@ def test_a_version_outside_of_the_supported_range_is_a_warning(pretend):
 
 
 def test_a_training_build_on_a_newer_python_is_a_warning(monkeypatch):
-    found = flavor.Flavor("onnxruntime-training-cpu", "1.19.2", True, ("CPUExecutionProvider",), 21, 10)
+    found = installed_ort.Flavor("onnxruntime-training-cpu", "1.19.2", True, ("CPUExecutionProvider",), 21, 10)
     monkeypatch.setattr(platform, "python_version", lambda: "3.12.1")
     monkeypatch.setattr(platform, "python_version_tuple", lambda: ("3", "12", "1"))
     assert "was not released for Python 3.12.1" in environment._python_warnings(found)[0]
@@ -114,7 +114,7 @@ def test_a_training_build_on_a_newer_python_is_a_warning(monkeypatch):
 )
 def test_a_device_that_only_one_side_can_use_is_a_warning(built_in, usable, cuda, expected):
     built_in, usable = (tuple(f"{name}ExecutionProvider" for name in names) for names in (built_in, usable))
-    runtime = environment.Runtime(flavor.Flavor("onnxruntime", "1.31.1", False, built_in, 25, 11), usable, {})
+    runtime = environment.Runtime(installed_ort.Flavor("onnxruntime", "1.31.1", False, built_in, 25, 11), usable, {})
     warnings = environment._device_warnings(runtime, environment.Devices(2, tuple(cuda)))
     assert [expected in warning for warning in warnings] == ([True] if expected else [])
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import ort_accel
-from ort_accel.lowering import ort_segment
+from ort_accel.executor import ort_segment
 from ort_accel.runtime import session
 from tests.against_eager import assert_step_as_eager, compilations, pair, step
 

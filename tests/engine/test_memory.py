@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ort_accel
-from ort_accel.capture import backend
+from ort_accel.compiler import backend
 from ort_accel.runtime import session
 
 

@@ -8,7 +8,7 @@ from accelerate.utils import find_executable_batch_size
 from torch import nn
 
 import ort_accel
-from ort_accel.capture import backend
+from ort_accel.compiler import backend
 from tests.forked import START
 from tests.memory_limit import memory_limit
 

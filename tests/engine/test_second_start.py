@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ort_accel.capture.activation import AROUND
+from ort_accel.compiler.module_call import AROUND
 
 HOUSE = Path(__file__).parents[2]
 
@@ -187,15 +187,15 @@ def test_a_changed_line_of_the_model_leads_to_another_graph(start):
 
 
 def test_another_version_of_the_engine_leads_to_another_graph(start, tmp_path, monkeypatch):
-    from ort_accel.capture import graph_key
+    from ort_accel.graph_cache import fingerprint
 
     source = tmp_path / "engine"
     source.mkdir()
     (source / "__init__.py").write_text("one = 1\n")
-    monkeypatch.setattr(graph_key.ort_accel, "__file__", str(source / "__init__.py"))
-    before = graph_key._software.__wrapped__()
+    monkeypatch.setattr(fingerprint.ort_accel, "__file__", str(source / "__init__.py"))
+    before = fingerprint._software.__wrapped__()
     (source / "__init__.py").write_text("one = 2\n")
-    assert graph_key._software.__wrapped__() != before
+    assert fingerprint._software.__wrapped__() != before
 
 
 class Harm:

@@ -95,7 +95,7 @@ def test_a_saved_model_loads_into_plain_transformers(tmp_path):
 
 @pytest.mark.parametrize("backend", ["by name", "as a function"])
 def test_it_is_a_backend_of_torch_compile(backend):
-    from ort_accel.capture.backend import dynamo_backend
+    from ort_accel.compiler.backend import dynamo_backend
 
     eager = Net()
     ours = copy.deepcopy(eager)

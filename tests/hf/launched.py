@@ -13,7 +13,7 @@ import peft
 from transformers import Trainer, TrainerCallback
 
 import ort_accel
-from ort_accel.capture import backend
+from ort_accel.compiler import backend
 from tests.hf.tiny import bert, losses, reviews, train
 
 STEPS = 8

@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback, set_seed
 
 import ort_accel
-from ort_accel.capture.eager_again import Given
+from ort_accel.eager.rerun import Given
 from ort_accel.hf import ORTAccelCallback
 from ort_accel.reporting import State
 from tests.hf.tiny import arguments, llama, losses, texts, train

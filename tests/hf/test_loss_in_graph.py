@@ -8,7 +8,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import ort_accel
 from ort_accel import engine
-from ort_accel.capture.activation import OutsideLoss
+from ort_accel.compiler.module_call import OutsideLoss
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf import ORTTrainer
 from ort_accel.hf.loss_in_graph import SmoothedLoss

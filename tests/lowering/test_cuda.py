@@ -6,11 +6,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ort_accel.capture.randomness import split_dropout
-from ort_accel.lowering.assign import Assigner
+from ort_accel.partition.assign import Assigner
+from ort_accel.passes.split_dropout import split_dropout
 from ort_accel.reporting import Reason
 from ort_accel.runtime import cuda
-from ort_accel.runtime.place import Place
+from ort_accel.runtime.device import Place
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 

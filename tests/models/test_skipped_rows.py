@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import fx
 
-from ort_accel.lowering.flops import flops
-from ort_accel.rewrite.padding import Attention
-from ort_accel.rewrite.pipeline import Proposal
+from ort_accel.operators.flops import flops
+from ort_accel.row_skipping.attention_padding import Attention
+from ort_accel.row_skipping.pipeline import Proposal
 from tests.against_eager import assert_step_as_eager, compilations, pair, report
 from tests.models.zoo import DECODER, ENCODER, SEQ2SEQ, T5, VOCABULARY, made
-from tests.rewrite.rewritten import Rewritten, assert_as_eager
+from tests.row_skipping.rewritten import Rewritten, assert_as_eager
 from tests.tiers import mostly_long
 
 CONFIG = {"engine": {"dynamic_shapes": True}, "density": {"padding": True}, "observe": {"log_level": "error"}}

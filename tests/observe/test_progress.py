@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import ort_accel
-from ort_accel.capture.backend import Backend
-from ort_accel.lowering.ort_segment import OrtSegment
+from ort_accel.compiler.backend import Backend
+from ort_accel.executor.ort_segment import OrtSegment
 from ort_accel.observe import progress
 from ort_accel.observe.headline import headline
 from ort_accel.observe.progress import Progress

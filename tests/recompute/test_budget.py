@@ -9,7 +9,7 @@ import pytest
 import ort_accel
 from ort_accel.cli.benchmark.workload import batch_of, build
 from ort_accel.errors import OrtAccelError
-from ort_accel.recompute import budget, optimizer
+from ort_accel.recompute import budget, planner
 from tests.against_eager import step
 from tests.recompute.models import ALIKE, NAMES, assert_same_bits, one_step, plain, recorded, size
 from tests.tiers import mostly_long
@@ -43,7 +43,7 @@ def test_a_smaller_budget_contains_the_choice_of_a_larger_one(monkeypatch):
         seen.append(budget.within(share, sequences))
         return seen[-1]
 
-    monkeypatch.setattr(optimizer, "within", noted)
+    monkeypatch.setattr(planner, "within", noted)
     memory = one_step("gpt2", {"budget": 0.7}, ROWS)[1]
     [sequence] = seen
     assert [choice.step.peak for choice in sequence] == [peak.bytes for peak in memory.frontier]

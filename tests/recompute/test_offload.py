@@ -15,20 +15,20 @@ from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ort_accel
-from ort_accel.capture import backend
+from ort_accel.compiler import backend
 from ort_accel.errors import OrtAccelError
-from ort_accel.lowering import host_operators
+from ort_accel.kernels import host_copies
 from ort_accel.observe.memory import render_memory
-from ort_accel.recompute import moves, optimizer, transfers
+from ort_accel.recompute import offload, offload_schedule, planner
 from ort_accel.recompute.budget import Chosen, choices
-from ort_accel.recompute.moves import Move
+from ort_accel.recompute.memory_pools import Moment
+from ort_accel.recompute.offload import Move
+from ort_accel.recompute.offload_schedule import Station, Way, coming, leaving, waiting
+from ort_accel.recompute.peak_memory import Timeline
 from ort_accel.recompute.plans import Place
-from ort_accel.recompute.pools import Moment
-from ort_accel.recompute.stash import Kept
-from ort_accel.recompute.timeline import Timeline
-from ort_accel.recompute.transfers import Station, Way, coming, leaving, waiting
+from ort_accel.recompute.saved_values import Kept
 from ort_accel.reporting import PlanKind
-from ort_accel.runtime import place
+from ort_accel.runtime import device
 from ort_accel.runtime.host_memory import HostMemory
 from tests.against_eager import assert_same, compilations, step
 from tests.recompute.models import accelerated, assert_same_bits, model_and_batch
@@ -62,9 +62,9 @@ class LateMemory(HostMemory):
 def late(monkeypatch):
     """Models on the CPU may move values, however small, as on a device whose memory ONNX Runtime and PyTorch share."""
     memory = LateMemory()
-    monkeypatch.setattr(host_operators, "host_memory", lambda _: memory)
-    monkeypatch.setattr(backend, "place_for", lambda *_: place.Place(torch_memory=True))
-    monkeypatch.setattr(moves, "LEAST_BYTES", 1)
+    monkeypatch.setattr(host_copies, "host_memory", lambda _: memory)
+    monkeypatch.setattr(backend, "place_for", lambda *_: device.Place(torch_memory=True))
+    monkeypatch.setattr(offload, "LEAST_BYTES", 1)
     return memory
 
 
@@ -76,14 +76,14 @@ def move_some(monkeypatch, share):
         first = next(plain)
         return [first, dataclasses.replace(first, chosen=Chosen(moved=frozenset(drawn[-1])))]
 
-    class Drawn(optimizer.Movable):
+    class Drawn(planner.Movable):
         def __init__(self, *how):
             super().__init__(*how)
             drawn.append(random.Random(len(self.values)).sample(list(self.values), int(share * len(self.values))))
 
     drawn = []
-    monkeypatch.setattr(optimizer, "within", chosen)
-    monkeypatch.setattr(optimizer, "Movable", Drawn)
+    monkeypatch.setattr(planner, "within", chosen)
+    monkeypatch.setattr(planner, "Movable", Drawn)
 
 
 def losses_at_once(model, batch):
@@ -137,7 +137,7 @@ def on_a_budget(model, budget, *, offload):
 
 
 def test_a_budget_below_what_recomputation_reaches_is_kept_by_moving_values(late, monkeypatch):
-    monkeypatch.setattr(transfers, "LINK_BYTES_PER_MS", 500e3)
+    monkeypatch.setattr(offload_schedule, "LINK_BYTES_PER_MS", 500e3)
     torch.manual_seed(0)
     model, batch = Chain(8), torch.randn(1024, 64)
     with pytest.raises(OrtAccelError, match="everything computed again that can be") as error:
@@ -172,7 +172,7 @@ WAY = Way(clock=[0.0, 1.0, 2.0, 3.0, 4.0], at={"early": 1, "late": 3})
 
 @pytest.fixture
 def slow(monkeypatch):
-    monkeypatch.setattr(transfers, "LINK_BYTES_PER_MS", 1.0)
+    monkeypatch.setattr(offload_schedule, "LINK_BYTES_PER_MS", 1.0)
 
 
 def test_values_go_behind_their_last_reader_one_after_the_other_and_are_gone_when_copied(slow):
@@ -197,7 +197,7 @@ def later(node, name):
 
 def test_many_values_share_few_stations(slow):
     way = Way(clock=list(range(101)), at={str(place): place for place in range(100)})
-    assert len(leaving(way, dict.fromkeys(way.at, 1))) <= 2 * transfers.GROUPS
+    assert len(leaving(way, dict.fromkeys(way.at, 1))) <= 2 * offload_schedule.GROUPS
 
 
 class Queue:

@@ -3,8 +3,8 @@
 import torch
 from functorch.compile import aot_function, default_partition, make_boxed_func
 
-from ort_accel.lowering.nodes import is_view
-from ort_accel.recompute.partition import partition
+from ort_accel.graph.nodes import is_view
+from ort_accel.recompute.split_joint_graph import partition
 
 
 def kept(function, inputs, partition_fn):

@@ -8,9 +8,9 @@ import torch
 
 from ort_accel.lowering.onnx_graph import OnnxGraph
 from ort_accel.runtime import cuda
-from ort_accel.runtime.place import Place
+from ort_accel.runtime.device import Place
+from ort_accel.runtime.dlpack import to_ort
 from ort_accel.runtime.session import Session, SessionSettings
-from ort_accel.runtime.tensors import to_ort
 from tests.pretend_cuda import REAL_ORT_DEVICE, Stream
 
 ONE, SHARED = Place("cuda", 0), Place("cuda", 0, torch_memory=True)

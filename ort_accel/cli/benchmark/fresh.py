@@ -27,7 +27,7 @@ import ort_accel.engine  # noqa: F401  # imported now, so as not to be measured
 from ort_accel.cli.benchmark import contenders
 from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
 from ort_accel.config import Config, load_config
-from ort_accel.observe.process_memory import MostInUse, in_use, reset_peak, resident
+from ort_accel.memory.process_memory import MostInUse, in_use, reset_peak, resident
 
 STEPS = 3
 TIMEOUT = 600

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ort_accel.runtime.flavor import installed_runtime
-from ort_accel.runtime.kernels import Probe, Sample
+from ort_accel.runtime.dlpack import to_ort
+from ort_accel.runtime.installed_ort import installed_runtime
+from ort_accel.runtime.kernel_probes import Probe, Sample
 from ort_accel.runtime.session import Session, SessionSettings
-from ort_accel.runtime.tensors import to_ort
 
 SIDE = 1024
 SECONDS = 0.5

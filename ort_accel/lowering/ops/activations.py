@@ -10,7 +10,7 @@ import torch
 from ort_accel.lowering.onnx_graph import MICROSOFT, NotLowerable, OnnxGraph, Operand, axis
 from ort_accel.lowering.ops.elementwise import erf_of, expm1_of, log1p_of
 from ort_accel.lowering.registry import lowers
-from ort_accel.runtime.flavor import kernel_refusal
+from ort_accel.runtime.installed_ort import kernel_refusal
 
 aten = torch.ops.aten
 

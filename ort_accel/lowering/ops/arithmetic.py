@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from ort_accel.graph.symbolic_sizes import known_positive
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand
 from ort_accel.lowering.ops.elementwise import extreme_of_two, log1p_of, operand_as, root_of, trunc_of
 from ort_accel.lowering.registry import lowers
-from ort_accel.lowering.sizes import known_positive
 
 aten = torch.ops.aten
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ort_accel.lowering.kernel_bugs import keeps
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand
-from ort_accel.lowering.quirks import keeps
 from ort_accel.lowering.registry import lowers
 
 aten = torch.ops.aten

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from ort_accel.graph.symbolic_sizes import Size, expression
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, Slower, axis
 from ort_accel.lowering.registry import lowers
-from ort_accel.lowering.sizes import Size, expression
 
 aten = torch.ops.aten
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ort_accel.graph.symbolic_sizes import Size, same_shape
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, axis
 from ort_accel.lowering.registry import lowers
-from ort_accel.lowering.sizes import Size, same_shape
 
 aten = torch.ops.aten
 

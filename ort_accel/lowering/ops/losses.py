@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ort_accel.graph.symbolic_sizes import Size
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand
 from ort_accel.lowering.ops.indexing import without_negatives
 from ort_accel.lowering.registry import lowers
-from ort_accel.lowering.sizes import Size
 
 aten = torch.ops.aten
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from ort_accel.graph.symbolic_sizes import Size
+from ort_accel.lowering.kernel_bugs import layer_norm_is_exact
 from ort_accel.lowering.onnx_graph import MICROSOFT, NotLowerable, OnnxGraph, Operand
 from ort_accel.lowering.ops.elementwise import root_of
 from ort_accel.lowering.ops.reductions import not_empty
-from ort_accel.lowering.quirks import layer_norm_is_exact
 from ort_accel.lowering.registry import lowers
-from ort_accel.lowering.sizes import Size
-from ort_accel.runtime.flavor import kernel_refusal
+from ort_accel.runtime.installed_ort import kernel_refusal
 
 aten = torch.ops.aten
 

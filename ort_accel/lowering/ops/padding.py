@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from ort_accel.graph.symbolic_sizes import Size, expression
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, axis
 from ort_accel.lowering.ops.creation import diagonal_mask
 from ort_accel.lowering.registry import lowers
-from ort_accel.lowering.sizes import Size, expression
 
 aten = torch.ops.aten
 

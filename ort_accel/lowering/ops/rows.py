@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ort_accel.graph.symbolic_sizes import Size
+from ort_accel.kernels.packed_rows import own
 from ort_accel.lowering.onnx_graph import OnnxGraph, Operand
 from ort_accel.lowering.registry import lowers
-from ort_accel.lowering.row_operators import own
-from ort_accel.lowering.sizes import Size
 
 
 @lowers(own.rows_of.default)

@@ -1,0 +1,1 @@
+"""Measures operators on this machine, and divides graphs by what was measured."""

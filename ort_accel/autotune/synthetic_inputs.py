@@ -1,0 +1,117 @@
+"""Inputs to measure with: of the right sizes, types and layouts, with numbers that any operator takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ort_accel.executor.program import Symbols
+from ort_accel.graph.symbolic_sizes import SymbolSource, hint
+from ort_accel.kernels.attention_packed import FULL
+from ort_accel.kernels.packed_rows import ROW_OPERATORS
+
+
+def made_up_inputs(nodes: Sequence[fx.Node]) -> list[Any]:
+    """A value like each node's. Those that say which rows count say the same ones."""
+    tables = _Tables(nodes).made()
+    return [tables[node] if node in tables else made_up(node.meta.get("val")) for node in nodes]
+
+
+def made_up(value: Any) -> Any:
+    """A value like this one, at the sizes that the graph was captured with.
+
+    Floats are small and of both signs, so that they neither overflow nor vanish on a long way. Integers are 0, an index
+    that every table has.
+    """
+    if not isinstance(value, Tensor):
+        return hint(value) if isinstance(value, torch.SymInt) else value
+    sizes, strides = [hint(size) for size in value.shape], [hint(stride) for stride in value.stride()]
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if all(sizes) else 0
+    return _numbers(extent, value.dtype, value.device).as_strided(sizes, strides)
+
+
+def _numbers(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if dtype.is_floating_point:
+        return torch.empty(count, dtype=dtype, device=device).uniform_(-0.1, 0.1)
+    return torch.full((count,), dtype == torch.bool, dtype=dtype, device=device)
+
+
+class _Tables:
+    """Which rows count in a batch whose sequences have as many as each other, each from its beginning on."""
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self._rows: list[tuple[fx.Node, fx.Node]] = []
+        self._spans: list[tuple[fx.Node, fx.Node, fx.Node]] = []
+        self._batch: dict[fx.Node, int] = {}
+        """Rows to the number of their sequences."""
+        self._count: dict[fx.Node, int] = {}
+        """Rows to the number of all rows, those included that do not count."""
+        for reader in dict.fromkeys(reader for node in nodes for reader in node.users):
+            if getattr(reader.target, "overloadpacket", None) in ROW_OPERATORS:
+                self._note(_arguments(reader))
+
+    def _note(self, given: dict[str, Any]) -> None:
+        if "places" in given:
+            self._rows.append((given["rows"], given["places"]))
+            self._count[given["rows"]] = _length(given["places"])
+            return
+        queries, keys, spans = given["query_rows"], given["key_rows"], given["spans"]
+        self._spans.append((spans, queries, keys))
+        for dim, rows in (2, queries), (3, keys):
+            self._batch[rows] = batch = _length(spans)
+            for pairs in filter(None, (given["mask"], given["kept"])):
+                self._count.setdefault(rows, batch * hint(pairs.meta["val"].shape[dim]))
+
+    def made(self) -> dict[fx.Node, Tensor]:
+        """The tables."""
+        tables: dict[fx.Node, Tensor] = {}
+        for spans, queries, keys in self._spans:
+            columns = [column for rows in (queries, keys) for column in (self._ends(rows)[:-1], self._ends(rows)[1:])]
+            tables[spans] = torch.stack([*columns, torch.full_like(columns[0], FULL)], 1)
+            tables |= {rows: self._listed(rows) for rows in (queries, keys)}
+        for rows, places in self._rows:
+            tables[rows] = listed = self._listed(rows)
+            tables[places] = torch.full((_length(places),), -1).index_copy_(0, listed, torch.arange(len(listed)))
+        return {node: table.to(node.meta["val"].device) for node, table in tables.items()}
+
+    def _ends(self, rows: fx.Node) -> Tensor:
+        """Where each sequence begins among the rows, and where the last one ends."""
+        batch = self._batch.get(rows, 1)
+        return torch.arange(batch + 1) * _length(rows) // batch
+
+    def _listed(self, rows: fx.Node) -> Tensor:
+        ends = self._ends(rows)
+        counts = ends.diff()
+        length = self._count.get(rows, 0) // len(counts) or int(counts.max())
+        starts = torch.arange(len(counts)) * length - ends[:-1]
+        return torch.arange(_length(rows)) + starts.repeat_interleave(counts)
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def _length(node: fx.Node) -> int:
+    return hint(node.meta["val"].shape[0])
+
+
+def symbols_of(graph: fx.Graph) -> Symbols:
+    """The value that each symbol had when the graph was captured."""
+    values = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+    source, symbols = SymbolSource(), Symbols()
+    for position, value in enumerate(values):
+        source.learn(position, value)
+    hinted = [_Hinted(value) if isinstance(value, Tensor) else made_up(value) for value in values]
+    source.read(hinted, symbols)
+    return symbols
+
+
+class _Hinted:
+    """Has a tensor's sizes, and no memory."""
+
+    def __init__(self, fake: Tensor) -> None:
+        self.shape = [hint(size) for size in fake.shape]

@@ -1,0 +1,100 @@
+"""Times whole training steps of a model: its forward calls and the backward, without what the script does between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ort_accel.runtime.lazy_tensor import UnreadTensor
+
+MOST_CALLS = 64
+"""Calls without a backward after which a step is given up: nothing differentiates what they give."""
+
+
+class Moment(Protocol):
+    """A point in time on the host or on a device."""
+
+    def until(self, end: Any) -> float | None:
+        """Seconds up to a later moment; None while the device has not reached it."""
+
+
+class HostMoment:
+    """A moment at which the host is."""
+
+    def __init__(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def until(self, end: HostMoment) -> float:
+        """Seconds up to a later moment."""
+        return end._seconds - self._seconds
+
+
+class DeviceMoment:
+    """The moment at which a CUDA device gets to what the host asks for next."""
+
+    def __init__(self) -> None:
+        self._event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def until(self, end: DeviceMoment) -> float | None:
+        """Seconds up to a later moment; None while the device has not reached it."""
+        if not end._event.query():
+            return None
+        return float(self._event.elapsed_time(end._event)) / 1e3
+
+
+class Step:
+    """One training step while it runs: all calls up to the end of their backward."""
+
+    def __init__(self, now: Callable[[], Moment], told: Callable[[Step], None]) -> None:
+        """`told` is called once the backward has ended."""
+        self._now, self._told = now, told
+        self._parts: list[tuple[Moment, Moment]] = []
+        self._backward: Moment | None = None
+        self.calls = 0
+        self.elements = 0
+        """Elements of all inputs: steps of other sizes are compared by these."""
+        self.is_typical = True
+        """False once something happened in the step that other steps do not have, such as a compilation."""
+        self.is_over = False
+
+    def call(self, forward: Callable[[], Any], inputs: Iterable[Any]) -> Any:
+        """Run a forward as part of this step."""
+        self.calls += 1
+        self.elements += sum(item.numel() for item in inputs if isinstance(item, Tensor))
+        begin = self._now()
+        result = forward()
+        self._parts.append((begin, self._now()))
+        root = _differentiable(result)
+        if root is not None:
+            root.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+        return result
+
+    def seconds(self) -> float | None:
+        """How long forward and backward took; None while a device still computes."""
+        spent = [begin.until(end) for begin, end in self._parts]
+        known = [each for each in spent if each is not None]
+        return sum(known) if len(known) == len(spent) else None
+
+    def _backward_begins(self, _: Tensor) -> None:
+        if self._backward is None and not self.is_over:
+            self._backward = self._now()
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        assert self._backward is not None
+        self._parts.append((self._backward, self._now()))
+        self.is_over = True
+        self._told(self)
+
+
+def _differentiable(result: Any) -> Tensor | None:
+    """The result that a backward begins at most likely: a scalar, or else the first one with a gradient."""
+    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    given = [leaf for leaf in leaves if not isinstance(leaf, UnreadTensor) and leaf.requires_grad and not leaf.is_leaf]
+    return min(given, key=lambda leaf: leaf.ndim, default=None)

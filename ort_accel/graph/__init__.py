@@ -1,0 +1,1 @@
+"""Nodes, symbolic sizes and memory layouts of an ATen graph."""

@@ -1,0 +1,1 @@
+"""Keeps compiled graphs on disk for the next start."""

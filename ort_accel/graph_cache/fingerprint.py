@@ -1,0 +1,197 @@
+"""What names a captured graph: a fingerprint of all that decides what the engine makes of it.
+
+Two graphs of one name are compiled to the same. So whatever cannot be described for certain, such as a function of a
+library that might be another one tomorrow, raises `NotKeepable`, and the graph is compiled in each process.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo import config as dynamo_settings
+from torch._functorch import config as functorch_settings
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx.experimental import _config as shape_settings
+
+import ort_accel
+from ort_accel.graph_cache.pickling import MOST_BYTES, NotKeepable
+from ort_accel.runtime.model_cache import processor
+
+PACKAGES = ("accelerate", "numpy", "onnx", "onnx_ir", "onnxscript", "peft", "sympy", "transformers", "trl")
+
+VARIABLES = ("ATEN_", "DNNL_", "GLIBC_", "KMP_", "MALLOC_", "MKL_", "ONEDNN_", "OMP_", "ORT_", "PYTORCH_", "TORCH")
+"""How variables of the environment begin that change how libraries compute or compile."""
+
+KNOWN_ROOTS = {"torch", "_operator", "builtins", "math", "ort_accel"}
+"""Packages whose functions are what their version says."""
+
+KNOWN_OPERATORS = {"aten", "prim", "prims", "ort_accel", "mkldnn", "higher_order"}
+
+PLAIN = bool | int | str | bytes | complex | enum.Enum | torch.dtype | torch.device | torch.layout | torch.memory_format
+
+
+def graph_key(module: fx.GraphModule, inputs: Sequence[Any], context: Sequence[Any]) -> str:
+    """The name of a graph that was captured for these inputs; `context` is what else decides."""
+    parts = [_software(), *map(repr, context), *_state(), *_graph(module), *_given(module, inputs)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+@cache
+def _software() -> str:
+    """The engine's own source, the versions of what it builds on, and the machine."""
+    own = hashlib.sha256()
+    root = Path(ort_accel.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        own.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    versions = [f"{name} {_version(name)}" for name in PACKAGES]
+    built = [torch.__version__, torch.version.git_version, sys.version, platform.machine(), *platform.libc_ver()]
+    return "\n".join([own.hexdigest(), *versions, *built, processor(), torch.backends.cpu.get_cpu_capability()])
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _state() -> Iterator[str]:
+    """What is set in this process: variables, and PyTorch's modes and settings."""
+    yield repr(sorted(item for item in os.environ.items() if item[0].startswith(VARIABLES)))
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotKeepable("a function transform is active")
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise NotKeepable("hooks on saved tensors are active")
+    for device in ("cpu", "cuda"):
+        yield f"{torch.is_autocast_enabled(device)} {torch.get_autocast_dtype(device)}"
+    backends = torch.backends
+    yield repr(
+        [
+            torch.is_autocast_cache_enabled(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch.get_float32_matmul_precision(),
+            backends.mkldnn.enabled,
+            [switch() for switch in _attention_switches()],
+        ]
+    )
+    for settings in (dynamo_settings, functorch_settings, shape_settings):
+        values = settings.get_config_copy().items()
+        yield repr(sorted((name, value) for name, value in values if isinstance(value, bool | int | float | str)))
+
+
+def _attention_switches() -> list[Any]:
+    cuda = torch.backends.cuda
+    return [cuda.flash_sdp_enabled, cuda.math_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.cudnn_sdp_enabled]
+
+
+def _graph(module: fx.GraphModule) -> Iterator[str]:
+    """The nodes of a graph, with the user's lines, and of the graphs within it."""
+    for node in module.graph.nodes:
+        yield f"{node.op} {node.name} {_text(node.target)} {_text(node.args)} {_text(node.kwargs)}"
+        yield str(node.meta.get("stack_trace"))
+        yield repr([(path, kind) for path, kind in (node.meta.get("nn_module_stack") or {}).values()])
+        if node.op in ("get_attr", "call_module"):
+            held: Any = module
+            for name in node.target.split("."):
+                held = getattr(held, name)
+            if isinstance(held, fx.GraphModule):
+                yield from _graph(held)
+            elif isinstance(held, Tensor):
+                yield _content(held)
+            else:
+                raise NotKeepable(f"the graph holds a {type(held).__name__}")
+
+
+def _content(held: Tensor) -> str:
+    if type(held) not in (Tensor, torch.nn.Parameter) or held.nbytes > MOST_BYTES or held.device.type != "cpu":
+        raise NotKeepable(f"the graph holds a {type(held).__name__} of {held.nbytes} bytes")
+    numbers = held.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return f"{_form(held)} {hashlib.sha256(numbers).hexdigest()}"
+
+
+def _given(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[str]:
+    """The inputs: their forms, which of them share memory, and what is known of open sizes."""
+    memory: dict[int, int] = {}
+    shapes = None
+    placeholders = module.graph.find_nodes(op="placeholder")
+    for position, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
+        source: Any = getattr(node, "_dynamo_source", None)
+        name = getattr(source, "name", None)
+        yield f"{position} {name() if callable(name) else name}"  # a method before torch 2.12
+        yield repr(sorted((node.meta.get("tensor_dict") or {}).keys()))
+        if isinstance(value, torch.SymInt):
+            shapes = value.node.shape_env
+            yield f"{value.node.expr}"
+        elif isinstance(value, Tensor):
+            if type(value) not in (Tensor, torch.nn.Parameter):
+                raise NotKeepable(f"an input is a {type(value).__name__}")
+            fake = node.meta["example_value"]
+            shapes = fake.fake_mode.shape_env if shapes is None else shapes
+            first = memory.setdefault(value.untyped_storage()._cdata, position)
+            flags = (value.is_leaf, value.is_inference(), value._is_view(), value.is_conj(), value.is_neg())
+            yield f"{type(value).__name__} {_form(fake)} {value.requires_grad} {first} {flags}"
+        elif isinstance(value, PLAIN | float) or value is None:
+            yield _text(value)
+        else:
+            raise NotKeepable(f"an input is a {type(value).__name__}")
+    if shapes is not None:
+        yield repr([str(guard.expr) for guard in shapes.guards])
+        yield repr(sorted((str(symbol), str(span)) for symbol, span in shapes.var_to_range.items()))
+        yield repr(sorted((str(symbol), str(put)) for symbol, put in shapes.replacements.items()))
+
+
+def _form(tensor: Tensor) -> str:
+    sizes = [str(size) for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset())]
+    return f"{sizes} {tensor.dtype} {tensor.device} {tensor.layout}"
+
+
+def _text(value: Any) -> str:
+    """A target, or an argument, as a text that says all of it."""
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if value is None or value is Ellipsis or isinstance(value, PLAIN | float):
+        return f"{type(value).__name__} {value!r}"
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return f"sym {value.node.expr}"
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__}[{', '.join(map(_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_text(key)}: {_text(item)}' for key, item in value.items())}}}"
+    if isinstance(value, slice):
+        return f"slice[{_text(value.start)}, {_text(value.stop)}, {_text(value.step)}]"
+    if isinstance(value, OpOverload | OpOverloadPacket):
+        return _operator(str(value))
+    if isinstance(value, HigherOrderOperator):
+        return f"higher_order.{value._name}"
+    return _function(value)
+
+
+def _operator(name: str) -> str:
+    if name.partition(".")[0] not in KNOWN_OPERATORS:
+        raise NotKeepable(f"{name} is an operator of another library")
+    return name
+
+
+def _function(value: Any) -> str:
+    """A function of PyTorch or of Python, or a method of a class of theirs, by its name."""
+    name = getattr(value, "__qualname__", "")
+    place: str = getattr(value, "__module__", None) or getattr(value, "__objclass__", object).__module__ or ""
+    if not callable(value) or not name or "<" in name or place.partition(".")[0] not in KNOWN_ROOTS:
+        raise NotKeepable(f"{name or type(value).__name__} is no function of PyTorch")
+    return f"{place}.{name}"

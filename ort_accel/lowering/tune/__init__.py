@@ -1,1 +1,0 @@
-"""Choosing by measurement who runs what, where ONNX Runtime and PyTorch both can."""

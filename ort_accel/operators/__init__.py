@@ -1,0 +1,1 @@
+"""Facts about operators that several rooms read."""

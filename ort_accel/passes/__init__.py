@@ -1,0 +1,1 @@
+"""Graph passes: each takes an ATen graph and changes it in place."""

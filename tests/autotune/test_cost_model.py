@@ -1,0 +1,217 @@
+"""Untuned graphs are divided by what a call of each operator took on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import ort_accel
+from ort_accel.autotune import handover_cost
+from ort_accel.autotune.cost_model import Estimator
+from ort_accel.autotune.throughput import CALLS, Machine, Yardstick, has_yardstick
+from ort_accel.compiler.compile_graph import Lowering, foreseen, lower_graph
+from ort_accel.lowering.onnx_graph import OnnxGraph
+from ort_accel.partition.known_slow_ops import LONG_POWER
+from ort_accel.partition.powers import SHORT
+from ort_accel.reporting import Reason, Report, Runner
+from ort_accel.runtime.session import SessionSettings
+from ort_accel.runtime.sessions import Sessions
+from tests.against_eager import assert_step_as_eager, pair
+
+aten = torch.ops.aten
+OPSET = 20
+SETTINGS = SessionSettings(threads=1)
+AMOUNT = 1 << 20
+
+
+@dataclass(frozen=True)
+class Known(Machine):
+    """A machine whose yardsticks are given: milliseconds on either side for 2 ** 20 elements, or operations."""
+
+    figures: dict = field(default_factory=dict, hash=False)
+    price: float | None = 1e-6
+
+    def yardstick(self, target):
+        figures = self.figures.get(str(target).split(".")[1])
+        return Yardstick(figures[0] / 1e3, figures[1] / 1e3, AMOUNT) if figures else None
+
+
+class Lowered:
+    """A function lowered for a machine."""
+
+    def __init__(self, function, *inputs, price=1e-6, **figures) -> None:
+        self.report = Report()
+        estimator = Estimator(Known(SETTINGS, OPSET, figures, price))
+        self.lowering = Lowering(Sessions(SETTINGS), OPSET, self.report, estimator=estimator)
+        self.traced = make_fx(lambda *x: [function(*x)], tracing_mode="fake")(*inputs)
+        self.program = lower_graph(self.traced, self.lowering, "forward 0")
+        torch.testing.assert_close(self.program(list(inputs))[0], function(*inputs))
+
+    def in_pytorch(self, reason=Reason.SLOWER):
+        return {item.op.split(".")[1] for item in self.report.fallbacks if item.reason is reason}
+
+
+def layers(x, y):
+    """A gelu and a product, four times."""
+    for _ in range(4):
+        x = torch.nn.functional.gelu(x).mm(y)
+    return x
+
+
+LARGE = torch.randn(1024, 256), torch.randn(256, 256) / 16
+SMALL = torch.randn(16, 256), torch.randn(256, 256) / 16
+
+
+def test_what_pytorch_runs_faster_runs_there():
+    lowered = Lowered(layers, *LARGE, gelu=(4.0, 1.0), mm=(0.01, 0.02))
+    assert lowered.in_pytorch() == {"gelu"}
+    [fallback] = lowered.report.fallbacks
+    assert (fallback.count, fallback.detail) == (4, "about 0.25 ms in PyTorch, 1 ms in ONNX Runtime")
+
+
+def test_what_is_about_as_fast_stays():
+    assert Lowered(layers, *LARGE, gelu=(1.0, 0.95), mm=(1.0, 0.95)).in_pytorch() == set()
+    assert Lowered(layers, *LARGE, gelu=(1.0, 3.0), mm=(1.0, 3.0)).in_pytorch() == set()
+
+
+def test_products_that_take_as_long_go_where_other_work_goes():
+    lowered = Lowered(layers, *LARGE, gelu=(4.0, 1.0), mm=(0.01, 0.0105))
+    assert lowered.in_pytorch() == {"gelu", "mm"}
+    details = {item.op: item.detail for item in lowered.report.fallbacks}
+    assert details["aten.mm.default"] == "about 1.3 ms on either side, and in whole steps less in PyTorch"
+    assert {item.runner for item in lowered.report.segments} == {Runner.PYTORCH}
+    assert Lowered(layers, *LARGE, gelu=(4.0, 1.0), mm=(0.01, 0.012)).in_pytorch() == {"gelu"}
+
+
+def test_a_gain_that_handing_over_eats_up_is_none():
+    assert Lowered(layers, *LARGE, price=1.0, gelu=(4.0, 1.0), mm=(0.001, 0.1)).in_pytorch() == set()
+
+
+def test_what_lies_between_moves_too_and_is_not_called_slower():
+    lowered = Lowered(layers, *LARGE, price=0.2e-3, gelu=(1.0, 1.0), mm=(1.0, 0.1))
+    assert lowered.in_pytorch() == {"mm"}
+    assert lowered.in_pytorch(Reason.SMALL) == {"gelu"}
+    assert {item.runner for item in lowered.report.segments} == {Runner.PYTORCH}
+
+
+def test_small_tensors_and_operators_without_a_yardstick_are_left_alone():
+    assert Lowered(layers, *SMALL, gelu=(4.0, 1.0)).report.fallbacks == []
+    assert Lowered(layers, *LARGE).report.fallbacks == []
+
+
+def test_double_precision_is_not_measured():
+    doubles = [item.double() for item in LARGE]
+    assert Lowered(torch.mm, *doubles, mm=(4.0, 1.0)).report.fallbacks == []
+    assert Lowered(torch.mm, *LARGE, mm=(4.0, 1.0)).in_pytorch() == {"mm"}
+
+
+@pytest.mark.parametrize("power", [lambda x: x**1.7, lambda x: 2.5**x, lambda x: x**x])
+def test_long_powers_are_no_squares(power):
+    lowered = Lowered(lambda x: power(x) + x, LARGE[0].abs(), pow=(0.01, 1.0))
+    [fallback] = [item for item in lowered.report.fallbacks if "pow" in item.op]
+    assert fallback.detail == LONG_POWER
+
+
+@pytest.mark.parametrize("exponent", SHORT)
+def test_short_powers_are_as_long_as_squares_and_call_no_kernel_of_powers(exponent, monkeypatch):
+    written, op = [], OnnxGraph.op
+    monkeypatch.setattr(
+        OnnxGraph, "op", lambda graph, name, *given, **how: written.append(name) or op(graph, name, *given, **how)
+    )
+    assert not Lowered(lambda x: x**exponent + x, LARGE[0].abs(), pow=(0.01, 1.0)).report.fallbacks
+    assert "Add" in written
+    assert "Pow" not in written
+    assert "pow" in Lowered(lambda x: (x**exponent).mm(x.mT), LARGE[0].abs(), pow=(4.0, 1.0)).in_pytorch()
+
+
+def test_plans_for_memory_foresee_the_same_segments():
+    lowered = Lowered(layers, *LARGE, gelu=(4.0, 1.0), mm=(0.01, 0.02))
+    made = [(item.runner, sum(item.ops.values())) for item in lowered.report.segments]
+    assert [(cut.runner, len(cut.nodes)) for cut in foreseen(lowered.traced, (), lowered.lowering)] == made
+
+
+@pytest.mark.parametrize("target", list(CALLS), ids=str)
+def test_every_yardstick_can_be_measured_here(target):
+    found = Machine(SETTINGS, OPSET).yardstick(target)
+    assert found.ort > 0
+    assert found.pytorch > 0
+    assert Machine(SETTINGS, OPSET).yardstick(target) is found
+
+
+def test_measuring_draws_no_random_numbers():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    Machine(SessionSettings(threads=1, log_severity=4), OPSET - 1).yardstick(aten.add.Tensor)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_it_does_not_matter_what_new_tensors_are_by_default():
+    machine = Machine(SessionSettings(threads=1, log_severity=2), OPSET - 2)
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"), torch.inference_mode():
+            found = machine.yardstick(aten.mul.Tensor)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert machine.price > 0
+    assert 0 < found.pytorch < 1
+
+
+def test_changing_hands_takes_as_long_as_onnxruntime_by_itself_at_least():
+    quiet = {handover_cost.WORK: 1.0, handover_cost.BOTH: 1.5, handover_cost.ORT: 0.1, handover_cost.PYTORCH: 0.01}
+    assert handover_cost.handover(quiet).price == 0.25
+    assert handover_cost.handover(quiet | {handover_cost.WORK: 2.0}).price == 0.05
+
+
+def test_where_nothing_can_be_measured_nothing_moves():
+    assert Lowered(layers, *LARGE, price=None, gelu=(4.0, 1.0)).report.fallbacks == []
+
+
+def test_products_with_a_bias_take_as_long_as_those_without():
+    machine = Machine(SETTINGS, OPSET)
+    assert machine.yardstick(aten.addmm.default) is machine.yardstick(aten.mm.default)
+    assert not has_yardstick(aten.cumsum.default)
+    assert machine.yardstick(aten.cumsum.default) is None
+
+
+@pytest.mark.parametrize("placement", ["auto", "fixed", "onnxruntime"])
+def test_steps_equal_eagers_wherever_they_run(placement):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 8))
+    eager, ours = pair(layers, {"compute": {"placement": placement}})
+    assert_step_as_eager(eager, ours, torch.randn(600, 256), loss=lambda y: y.square().mean())
+    report = ort_accel.report(ours)
+    slower = (Reason.SLOWER, Reason.SLOWER_ELSEWHERE)
+    moved = {item.op for item in report.fallbacks if item.reason in slower}
+    if placement == "fixed":
+        assert all(item.reason is not Reason.SLOWER for item in report.fallbacks)  # nothing was timed here
+        assert moved == {"aten.gelu_backward.default", "aten.native_layer_norm_backward.default"}
+    if placement == "onnxruntime":
+        assert moved == set()
+    assert report.features["compute.placement"].state == ("off" if placement == "onnxruntime" else "applied")
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [{"engine": {"deterministic": True}}, {"memory": {"level": 1}}, {"memory": {"early_gradient_release": True}}],
+    ids=str,
+)
+def test_where_bits_must_not_differ_nothing_is_measured(wish):
+    _, ours = pair(nn.Linear(4, 4), wish)
+    ours(torch.randn(2, 4))
+    assert "other machines" in ort_accel.report(ours).features["compute.placement"].effect
+
+
+def test_what_stands_between_16_bit_products_goes_to_pytorch_with_them():
+    halves = [item.bfloat16() for item in LARGE]
+
+    def between(x, y):
+        return (x.mm(y).float() + 1).bfloat16().mm(y)
+
+    lowered = Lowered(between, *halves, price=0.1e-3)
+    assert {item.runner for item in lowered.report.segments} == {Runner.PYTORCH}
+    assert lowered.in_pytorch(Reason.SMALL) >= {"_to_copy"}

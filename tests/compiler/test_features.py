@@ -1,0 +1,81 @@
+"""No switch is without effect and without a word: it is obeyed, reported as missing, or refused."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+from torch import nn
+
+import ort_accel
+from ort_accel import ConfigError
+from ort_accel.compiler.features import OBEYED
+from ort_accel.config import Config
+from ort_accel.reporting import State
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def leaves(section, path=""):
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
+
+
+def nested(*pairs):
+    tree = {}
+    for path, value in pairs:
+        *sections, key = path.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = value
+    return tree
+
+
+def features(**sections):
+    return ort_accel.report(ort_accel.accelerate(nn.Linear(2, 2), sections)).features
+
+
+def test_every_key_is_obeyed():
+    assert sorted(leaves(Config())) == sorted(OBEYED)
+
+
+def test_a_wish_that_cannot_be_obeyed_is_an_error():
+    with pytest.raises(ConfigError, match=r"compute.triton.enabled: ort_accel generates no Triton kernels"):
+        ort_accel.accelerate(nn.Linear(2, 2), {"compute": {"triton": {"enabled": True}}})
+
+
+def test_what_is_obeyed_says_what_it_does(tmp_path):
+    found = features(
+        engine={"threads": 3, "cache_dir": str(tmp_path), "run_in_pytorch": ["aten.gelu"], "deterministic": True}
+    )
+    assert "3 threads" in found["engine"].effect
+    assert str(tmp_path) in found["engine.cache_dir"].effect
+    assert found["engine.run_in_pytorch"].effect == "aten.gelu"
+    assert found["engine.deterministic"].state is State.APPLIED
+
+
+def test_engine_off_obeys_nothing_else():
+    model = ort_accel.accelerate(nn.Linear(2, 2), {"engine": {"enabled": False}, "memory": {"level": 1}})
+    assert model._compiled_call_impl is None
+
+
+def test_the_default_configuration_can_be_obeyed():
+    ort_accel.accelerate(nn.Linear(2, 2), CONFIGS / "default.yaml")
+
+
+def test_fusions_off_leaves_the_graph_to_onnxruntime_as_it_is():
+    model = ort_accel.accelerate(nn.Linear(2, 2), {"compute": {"fusions": False}})
+    assert model._compiled_call_impl.backend.lowering.sessions.settings.optimize is False
+
+
+def test_an_operator_that_there_is_not_cannot_be_kept_from_onnx_runtime():
+    for name, meant in (("aten.geluu", "aten.gelu"), ("aten.gelu.no_such", "aten.gelu")):
+        with pytest.raises(
+            ConfigError, match=rf"engine\.run_in_pytorch: PyTorch .* has no {name}; did you mean {meant}\?"
+        ):
+            ort_accel.accelerate(nn.Linear(2, 2), {"engine": {"run_in_pytorch": ["aten.tanh", name]}})
+    ort_accel.accelerate(nn.Linear(2, 2), {"engine": {"run_in_pytorch": ["aten.add.Tensor", "mine.operator"]}})

@@ -1,0 +1,301 @@
+"""Training steps run on whichever is faster, the engine or eager PyTorch, and give eager's losses and gradients."""
+
+import copy
+import logging
+import random
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import ort_accel
+from ort_accel.compiler.module_call import Compiled
+from ort_accel.config import load_config
+from ort_accel.eager import comparison
+from ort_accel.eager.comparison import Rivals, is_clear, why_not
+
+FEATURE = comparison.FEATURE
+
+
+def race(engine, eager, steps, noise=0.0, seed=0):
+    """Rivals whose steps take `engine(step)` and `eager(step)` seconds; who ran each step, and the rivals."""
+    rivals, draw, ran = Rivals(), random.Random(seed), []
+    for step in range(steps):
+        in_eager = rivals.next_is_eager()
+        pace = (eager if in_eager else engine)(step) * (1 + noise * abs(draw.gauss(0, 1)))
+        rivals.took(pace, in_eager)
+        ran.append(in_eager)
+    return ran, rivals
+
+
+@pytest.mark.parametrize("factor", [0.3, 0.7, 0.9, 1.1, 1.3, 2.0])
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_the_faster_one_runs_nearly_all_steps(factor, noise):
+    ran, rivals = race(lambda _: factor, lambda _: 1.0, 200, noise)
+    assert rivals.prefers_eager is (factor > 1)
+    assert ran.count(factor > 1) >= 180
+
+
+@pytest.mark.parametrize("factor", [1.02, 1.05, 1.2, 1.5, 2.0, 3.0])
+def test_a_hundred_steps_take_at_most_three_percent_longer_than_eagers(factor):
+    ran, _ = race(lambda _: factor, lambda _: 1.0, 100, noise=0.02)
+    assert sum(1.0 if in_eager else factor for in_eager in ran) <= 103
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_under_heavy_noise_the_slower_one_does_not_stay(seed):
+    """Steps that take up to several times as long by chance, as on a loaded machine."""
+    ran, _ = race(lambda _: 0.5, lambda _: 1.0, 400, noise=1.0, seed=seed)
+    assert sum(ran) < 100
+
+
+def test_a_machine_that_gets_loaded_changes_who_runs():
+    ran, rivals = race(lambda step: 0.8 if step < 100 else 3.0, lambda _: 1.0, 200)
+    assert sum(ran[60:100]) <= 3
+    assert rivals.prefers_eager
+    assert all(ran[130:160])
+
+
+def test_a_single_slow_pair_later_decides_nothing():
+    slow = {17, 18, 19}
+    ran, rivals = race(lambda step: 5.0 if step in slow else 0.8, lambda _: 1.0, 120)
+    assert not rivals.prefers_eager
+    assert sum(ran) < 20
+
+
+def test_pairs_begin_with_either_in_turn():
+    ran, _ = race(lambda _: 1.0, lambda _: 1.0, 8)
+    assert ran == [False, True, True, False, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "clear"),
+    [
+        ([2.0], False),
+        ([2.0, 1.6], True),
+        ([2.0, 1.2], False),
+        ([0.9] * 4, True),
+        ([1.02] * 3, False),
+        ([1.01, 0.99] * 6, True),
+    ],
+)
+def test_what_is_clear(ratios, clear):
+    assert is_clear(ratios) is clear
+
+
+ASKING = [
+    {"engine": {"fallback": "error"}},
+    {"engine": {"deterministic": True}},
+    {"engine": {"compare_with_eager": False}},
+    {"compute": {"placement": "onnxruntime"}},
+    {"compute": {"tuning": {"enabled": True}}},
+    {"memory": {"level": 1}},
+    {"memory": {"budget": 0.8}},
+    {"density": {"padding": True}},
+    {"compute": {"loss_only": True}},
+]
+
+
+@pytest.mark.parametrize("wish", ASKING, ids=str)
+def test_whoever_asks_for_the_engine_gets_it(wish):
+    assert why_not(load_config({"version": 1, **wish}), True)
+    assert not why_not(load_config({"version": 1}), True)
+    assert why_not(load_config({"version": 1}), False)
+
+
+class Model(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.drop, self.last = nn.Linear(16, width), nn.Dropout(0.3), nn.Linear(width, 4)
+
+    def forward(self, x, labels=None):
+        scores = self.last(self.drop(torch.tanh(self.first(x))))
+        return nn.functional.cross_entropy(scores, labels)
+
+
+def batch(step, rows=32):
+    torch.manual_seed(step)
+    return torch.randn(rows, 16), torch.randint(0, 4, (rows,))
+
+
+def train(model, steps, rows=lambda step: 32):
+    """Losses and the last gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        x, labels = batch(step, rows(step))
+        loss = model(x, labels=labels)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+    return losses, [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.fixture
+def steps_of_some_time(compared_with_eager, monkeypatch):
+    """The test decides how long a step of either takes; no model is too small for the engine."""
+    spent = {"engine": 0.0, "eager": 0.02}
+    ran = []
+    on_engine = Compiled._on_engine
+
+    def engine(compiled, leaves, args, kwargs):
+        time.sleep(spent["engine"])
+        ran.append("engine")
+        return on_engine(compiled, leaves, args, kwargs)
+
+    forward = Model.forward
+
+    def eager(model, *args, **named):
+        if not torch.compiler.is_compiling():
+            time.sleep(spent["eager"])
+            ran.append("eager")
+        return forward(model, *args, **named)
+
+    monkeypatch.setattr(comparison, "SMALL_FLOPS", 0)
+    monkeypatch.setattr(Compiled, "_on_engine", engine)
+    monkeypatch.setattr(Model, "forward", eager)
+    return spent, ran
+
+
+@pytest.mark.parametrize("engine_s", [0.0, 0.08])
+def test_losses_and_gradients_are_eagers_whoever_runs_a_step(steps_of_some_time, caplog, engine_s):
+    spent, ran = steps_of_some_time
+    spent["engine"] = engine_s
+    expected, found = Model(), Model()
+    ours = ort_accel.accelerate(found, {"version": 1})
+    with caplog.at_level(logging.INFO):
+        got, gradients = train(ours, 40)
+    comparison = ort_accel.report(ours).comparison
+    assert comparison.runner == ("eager PyTorch" if engine_s else "ort_accel")
+    assert str(comparison) in ort_accel.report(ours).features[FEATURE].effect
+    assert [record.getMessage() for record in caplog.records].count(str(comparison)) <= 1
+    assert any("times as long" in record.getMessage() for record in caplog.records)
+    assert ("eager PyTorch runs" in str(ort_accel.report(ours))) is (engine_s > 0)
+    assert {"eager", "engine"} == set(ran)
+    ran.clear()
+    losses, exact = train(expected, 40)
+    assert got == pytest.approx(losses, rel=1e-5)
+    for one, other in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_small_model_trains_in_eager_mode_until_compiling_pays(compared_with_eager, monkeypatch):
+    monkeypatch.setattr(comparison, "COMPILE_S", 0.0)
+    monkeypatch.setattr(comparison, "COMPILE_S_PER_LAYER", 0.0)
+    ours = ort_accel.accelerate(Model(), {"version": 1})
+    report = ort_accel.report(ours)
+    train(ours, 1)
+    assert not report.segments
+    assert "small" in report.features[FEATURE].reason
+    train(ours, 2)
+    assert report.segments
+
+
+def test_evaluations_of_a_small_model_are_not_compiled_before_its_steps_are(compared_with_eager):
+    ours = ort_accel.accelerate(Model(), {"version": 1})
+    train(ours, 2)
+    with torch.no_grad():
+        ours(*batch(0))
+    assert not ort_accel.report(ours).segments
+
+
+def test_no_eager_step_is_tried_where_memory_might_not_suffice(steps_of_some_time, monkeypatch):
+    monkeypatch.setattr(comparison, "available", lambda: 1000)
+    _, ran = steps_of_some_time
+    ours = ort_accel.accelerate(Model(), {"version": 1})
+    train(ours, 12)
+    assert set(ran) == {"engine"}
+    assert "GiB" in ort_accel.report(ours).features[FEATURE].reason
+
+
+def test_an_eager_step_without_memory_is_made_on_the_engine_with_the_same_random_numbers(
+    steps_of_some_time, monkeypatch
+):
+    _, ran = steps_of_some_time
+    exact, _ = train(Model(), 12)
+    inner = Model.forward
+
+    def forward(model, *args, **named):
+        if not torch.compiler.is_compiling():
+            torch.rand(7)
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return inner(model, *args, **named)
+
+    monkeypatch.setattr(Model, "forward", forward)
+    ran.clear()
+    ours = ort_accel.accelerate(Model(), {"version": 1})
+    got, _ = train(ours, 12)
+    assert got == pytest.approx(exact, rel=1e-5)
+    assert "does not suffice" in ort_accel.report(ours).features[FEATURE].reason
+
+
+def test_a_deterministic_mode_that_begins_later_ends_the_turns(steps_of_some_time):
+    _, ran = steps_of_some_time
+    ours = ort_accel.accelerate(Model(), {"version": 1})
+    train(ours, 5)
+    ran.clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        train(ours, 12)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert set(ran) == {"engine"}
+
+
+def test_parameters_that_are_not_there_yet_do_not_count(compared_with_eager):
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.LazyLinear(8), nn.Linear(8, 1)
+
+        def forward(self, x):
+            return self.last(self.first(x)).sum()
+
+    ours = ort_accel.accelerate(Late(), {"version": 1})
+    for _ in range(3):
+        ours(torch.randn(4, 6)).backward()
+    assert ours.first.weight.grad.shape == (8, 6)
+
+
+def test_function_transforms_of_a_model_are_as_in_eager_mode(compared_with_eager):
+    eager, (x, labels) = Model(), batch(0)
+    ours = ort_accel.accelerate(copy.deepcopy(eager), {"version": 1})
+    found = []
+    for model in (eager.eval(), ours.eval()):
+        weights = dict(model.named_parameters())
+        call = torch.func.grad(lambda weights, model=model: torch.func.functional_call(model, weights, (x, labels)))
+        found.append(call(weights))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_calls_without_a_backward_end_the_comparison(steps_of_some_time):
+    _, ran = steps_of_some_time
+    ours = ort_accel.accelerate(Model(), {"version": 1})
+    x, labels = batch(0, 2)
+    for _ in range(comparison.MOST_CALLS + 2):
+        ours(x, labels=labels)
+    assert "no backward" in ort_accel.report(ours).features[FEATURE].reason
+    assert ran[-1] == "engine"
+
+
+def test_several_calls_before_one_backward_are_one_step(steps_of_some_time):
+    """As a trainer has it that compares a chosen with a rejected answer."""
+    _, ran = steps_of_some_time
+    ours = ort_accel.accelerate(Model(), {"version": 1})
+    for step in range(14):
+        x, labels = batch(step)
+        (ours(x, labels=labels) + ours(x, labels=labels.roll(1))).backward()
+    calls = [who for who in ran if who in ("engine", "eager")]
+    assert "eager" in calls
+    assert all(one == other for one, other in zip(calls[::2], calls[1::2], strict=True))
+    assert ort_accel.report(ours).comparison is not None
+
+
+def test_a_copy_of_the_model_is_untouched(steps_of_some_time):
+    model = Model()
+    plain = copy.deepcopy(model)
+    train(ort_accel.accelerate(model, {"version": 1}), 3)
+    assert plain._compiled_call_impl is None

@@ -1,0 +1,91 @@
+"""What fails while a graph is compiled is named, with its place in the model's code, and PyTorch runs it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ort_accel
+from ort_accel.eager.fallback import FallbackError
+from ort_accel.executor import ort_segment
+from ort_accel.reporting import Reason
+from ort_accel.runtime.sessions import Sessions
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 6)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.inner(x))
+        return hidden.square().sum()
+
+
+def step(model, x):
+    model.zero_grad()
+    loss = model(x)
+    loss.backward()
+    return loss.detach(), *(parameter.grad for parameter in model.parameters())
+
+
+@pytest.fixture
+def no_sessions(monkeypatch):
+    def refuse(self, *_):
+        raise RuntimeError("no more room for models\nand a second line")
+
+    monkeypatch.setattr(Sessions, "create", refuse)
+
+
+@pytest.fixture
+def no_tanh(monkeypatch):
+    """The node is fine when it is tried, and fails when its segment is written."""
+    true_lower = ort_segment.lower
+
+    def lower(graph, target, *rest):
+        if target is torch.ops.aten.tanh.default:
+            raise ValueError("no curve today")
+        return true_lower(graph, target, *rest)
+
+    monkeypatch.setattr(ort_segment, "lower", lower)
+
+
+def line_of(text):
+    lines = Path(__file__).read_text().splitlines()
+    return f"{Path(__file__).name}:{next(n for n, line in enumerate(lines, 1) if text in line)}: "
+
+
+@pytest.mark.usefixtures("no_sessions")
+def test_a_session_that_cannot_be_made_leaves_its_part_to_pytorch():
+    model = Small()
+    x = torch.randn(3, 4)
+    expected = step(model, x)
+    got = step(ort_accel.accelerate(model, {"engine": {"fallback": "report"}}), x)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    report = ort_accel.report(model)
+    assert {segment.runner for segment in report.segments} == {"pytorch"}
+    failed = {item.op: item for item in report.fallbacks if item.reason is Reason.FAILED}
+    assert failed["aten.tanh.default"].detail == "when it was compiled: no more room for models"
+    assert failed["aten.tanh.default"].where.startswith(line_of("hidden = torch.tanh") + "hidden = torch.tanh")
+    assert failed["aten.tanh_backward.default"].where == failed["aten.tanh.default"].where
+
+
+@pytest.mark.usefixtures("no_tanh")
+def test_an_operator_that_cannot_be_written_is_named_with_its_sizes():
+    model = ort_accel.accelerate(Small(), {"engine": {"fallback": "error"}})
+    with pytest.raises(FallbackError) as caught:
+        model(torch.randn(3, 4))
+    said = str(caught.value)
+    assert "aten.tanh.default(float32 [3, 6]): no curve today" in said
+    assert f"first at {line_of('hidden = torch.tanh')}" in said
+    assert "Set engine.fallback to warn or report" in said
+
+
+@pytest.mark.usefixtures("no_tanh")
+def test_the_model_trains_on_around_it():
+    model = Small()
+    x = torch.randn(3, 4)
+    expected = step(model, x)
+    torch.testing.assert_close(step(ort_accel.accelerate(model, {"engine": {"fallback": "report"}}), x), expected)
+    assert any(segment.runner == "onnxruntime" for segment in ort_accel.report(model).segments)

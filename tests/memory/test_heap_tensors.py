@@ -1,0 +1,77 @@
+"""Tensors and copies in plain blocks: where they begin, what they are, and that a freed one is right for the next."""
+
+import pytest
+import torch
+
+from ort_accel.memory.heap_tensors import ALIGNMENT, LEAST, packed, unfilled
+from ort_accel.memory.malloc_settings import keep_freed_blocks
+from tests.forked import asked
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(3, LEAST), (LEAST + 1,), (7, 0, LEAST), (2, 3), ()], ids=str)
+def test_they_are_as_pytorch_makes_them(shape, dtype):
+    made, plain = unfilled(shape, dtype), torch.empty(shape, dtype=dtype)
+    assert (made.shape, made.dtype, made.stride()) == (plain.shape, plain.dtype, plain.stride())
+    assert made.data_ptr() % ALIGNMENT == 0
+    made.fill_(1)
+    assert made.all()
+
+
+def test_they_can_be_written_over_where_gradients_are_asked_for():
+    weight = torch.ones((), requires_grad=True)
+    with torch.no_grad():
+        made = unfilled((3, LEAST), torch.float32).fill_(2)
+    made.mul_(weight).sum().backward()
+    assert weight.grad == 2 * 3 * LEAST
+
+
+def test_they_outlive_all_names_but_their_own():
+    values = [unfilled((LEAST,), torch.float32).fill_(number) for number in range(8)]
+    views = [value[3:] for value in values]
+    del values
+    unfilled((LEAST,), torch.float32).fill_(9)
+    assert [float(view.mean()) for view in views] == list(range(8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16, torch.float8_e5m2, torch.bool])
+@pytest.mark.parametrize("shape", [(512, 300), (3, 5), (LEAST, 0)], ids=str)
+def test_a_copy_has_its_elements_one_behind_the_other(shape, dtype):
+    turned = torch.randn(shape).to(dtype).t()
+    made, plain = packed(turned), turned.contiguous()
+    assert made.stride() == plain.stride()
+    assert made.view(torch.uint8).equal(plain.view(torch.uint8))
+    every_other = plain[::2]
+    assert packed(every_other).view(torch.uint8).equal(every_other.contiguous().view(torch.uint8))
+
+
+def test_a_copy_resolves_what_pytorch_puts_off():
+    turned = torch.randn(300, 512, dtype=torch.complex64).conj().t()
+    assert packed(turned).resolve_conj().equal(turned.contiguous().resolve_conj())
+
+
+def test_nothing_is_copied_that_lies_one_behind_the_other():
+    plain = torch.randn(2, LEAST)
+    assert [packed(one).data_ptr() for one in (plain, plain[1])] == [one.data_ptr() for one in (plain, plain[1])]
+
+
+def addresses(results):
+    """How many tensors lie where others of their size were freed, each of them between things that stay."""
+    keep_freed_blocks()
+    stays = []
+
+    def taken():
+        found = []
+        for _ in range(32):
+            found.append(unfilled((LEAST // 4 + 5,), torch.float32))
+            stays.append(bytearray(600))
+        return found
+
+    first = taken()
+    places = {tensor.data_ptr() for tensor in first}
+    del first
+    results.put(len(places.intersection(tensor.data_ptr() for tensor in taken())))
+
+
+def test_a_freed_one_is_right_for_the_next_one():
+    assert asked(addresses) >= 28

@@ -1,0 +1,60 @@
+"""Freed memory goes back where a process would hold more than it was ever seen to need, and only there."""
+
+import pytest
+
+from ort_accel.memory import low_memory_mode
+from ort_accel.memory.low_memory_mode import LittleHeld
+from ort_accel.memory.process_memory import resident, resident_now
+
+
+class Process:
+    """What one holds, and how much of it is free."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held, self.free, self.returned = 0, 0, 0
+        monkeypatch.setattr(low_memory_mode, "resident_now", lambda: self.held)
+        monkeypatch.setattr(low_memory_mode, "return_free_memory", self._give_back)
+
+    def _give_back(self) -> None:
+        self.returned += 1
+        self.held, self.free = self.held - self.free, 0
+
+
+def test_steps_that_are_alike_settle(monkeypatch):
+    process, look, after = Process(monkeypatch), LittleHeld(), []
+    for _ in range(4):
+        for needed in (100, 200, 300, 200):
+            process.held = max(process.held, needed)  # freed blocks stay, and are used again
+            process.free = process.held - needed
+            look()
+        after.append(process.returned)
+    assert after == [3, 3, 3, 3]
+
+
+def test_gaps_go_back_and_what_is_needed_stays(monkeypatch):
+    process, look = Process(monkeypatch), LittleHeld()
+    process.held = 1000
+    look()
+    process.held, process.free = 1040, 60
+    look()
+    assert (process.held, process.returned) == (1040, 1), "a little more may be held"
+    process.held, process.free = 1060, 80
+    look()
+    assert (process.held, process.returned) == (980, 2)
+    process.held, process.free = 1200, 0
+    look()
+    process.held = 1250
+    look()
+    assert process.returned == 3, "what was needed once may be held again"
+
+
+def test_where_nothing_is_told_nothing_happens(monkeypatch):
+    process, look = Process(monkeypatch), LittleHeld()
+    look()
+    assert process.returned == 0
+
+
+def test_what_is_resident_is_told_twice_alike():
+    if resident() is None:
+        pytest.skip("this system does not tell")
+    assert resident_now() == pytest.approx(resident(), rel=0.02)

@@ -1,0 +1,159 @@
+"""The predicted peak is that of the allocators: what ONNX Runtime's pool holds after a step, and PyTorch's."""
+
+import os
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+import ort_accel
+from ort_accel.compiler import backend
+from ort_accel.executor import torch_segment
+from ort_accel.kernels import embedding_backward, output_buffers
+from ort_accel.memory import malloc_settings
+from ort_accel.memory.malloc_settings import JOINING, joins_freed_blocks, keep_freed_blocks
+from ort_accel.memory.process_memory import in_use
+from ort_accel.recompute import planner
+from ort_accel.runtime.ort_pool import release_unused
+from tests.against_eager import step
+from tests.forked import asked
+from tests.recompute.models import accelerated, model_and_batch
+from tests.tiers import mostly_long
+
+ROWS = 256
+"""Enough that ONNX Runtime's pool holds megabytes."""
+
+
+def look(results, name, large):
+    """What ONNX Runtime's pool holds after a step, the graph's timeline and the report of its memory."""
+    for room in (backend, embedding_backward, output_buffers, torch_segment):
+        room.LARGE = large
+    seen = []
+
+    def noted(*how):
+        seen.append(timeline(*how))
+        return seen[-1]
+
+    timeline, planner.timeline = planner.timeline, noted
+    model = accelerated(name, {"level": 0}, observe={"log_level": "error", "memory_stats": True})
+    step(model, **model_and_batch(name, ROWS)[1])
+    model.zero_grad()
+    held = in_use()
+    release_unused()
+    [memory] = ort_accel.report(model).memory.values()
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    results.put((held - in_use(), seen[-1].stages[0].held, seen[-1].peak, memory, parameters))
+
+
+@pytest.mark.parametrize("large", [128 << 10, 32 << 20], ids=["from 128 KiB on", "from 32 MiB on"])
+@pytest.mark.parametrize("name", mostly_long(["bert", "llama"], "bert"))
+def test_the_pool_holds_what_was_predicted(name, large):
+    held, predicted, peak, memory, parameters = asked(look, name, large)
+    assert held == pytest.approx(predicted, rel=0.1)
+    totals = [sum(stage.amounts.values()) for stage in memory.stages]
+    assert max(totals) == memory.frontier[-1].bytes == peak
+    assert memory.stages[-1].amounts["gradients"] == parameters
+    assert memory.stages[-1].amounts["optimizer states"] == 2 * parameters
+
+
+@pytest.mark.parametrize(("large", "in_pool"), [(32 << 10, True), (32 << 20, False)])
+def test_a_large_result_of_pytorchs_counts_where_it_lies(monkeypatch, large, in_pool):
+    for room in (backend, embedding_backward, output_buffers, torch_segment):
+        monkeypatch.setattr(room, "LARGE", large)
+    seen, timeline = [], planner.timeline
+    monkeypatch.setattr(planner, "timeline", lambda *how: seen.append(timeline(*how)) or seen[-1])
+    model = nn.Sequential(nn.Embedding(3000, 64), nn.Linear(64, 1))
+    quiet = {"log_level": "error", "memory_stats": True}
+    ort_accel.accelerate(model, {"memory": {"level": 0}, "observe": quiet})
+    model(torch.randint(0, 3000, (2, 5))).sum().backward()
+    [step] = seen
+    assert (step.stages[0].held >= model[0].weight.nbytes) is in_pool
+    assert step.own >= model[0].weight.nbytes
+
+
+def test_gradients_that_are_used_up_within_the_backward_are_never_there_together():
+    early = {"level": 0, "early_gradient_release": True}
+    optimizer = {"name": "adamw_ort_fused", "step_in_backward": True}
+    model = accelerated("llama", early, optimizer=optimizer, observe={"log_level": "error", "memory_stats": True})
+    step(model, **model_and_batch("llama", ROWS)[1])
+    [memory] = ort_accel.report(model).memory.values()
+    gradients = [stage.amounts["gradients"] for stage in memory.stages]
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    assert 0 < max(gradients) < parameters / 2
+    assert gradients[-1] == 0
+
+
+def test_a_level_leaves_nothing_unused_in_the_pool_behind_the_backward():
+    model = accelerated("llama", {"level": 1})
+    step(model, **model_and_batch("llama", ROWS)[1])
+    held = in_use()
+    release_unused()
+    assert held - in_use() < 2**16
+
+
+def take_again(results, variables):
+    """Whether freed memory is kept, and how many pages it takes to write to as much of it again."""
+    os.environ.update(variables)
+    kept = keep_freed_blocks()
+    results.put((kept, pages_written_again(2, 16, 2**22)))
+
+
+def pages_written_again(rounds, count, size):
+    """How many pages the last round takes that writes to so many blocks of a size and frees them."""
+    for _ in range(rounds):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        blocks = [torch.ones(size // 4) for _ in range(count)]
+        del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.parametrize(
+    ("version", "tunables", "joins", "gaps"),
+    [
+        ("glibc 2.36", "", False, True),
+        ("glibc 2.36", f"glibc.malloc.trim_threshold=1:{JOINING}", True, False),
+        ("glibc 2.36", "glibc.malloc.tcache_count=07", False, True),
+        ("glibc 2.39", "", True, False),
+        ("glibc 2.4", "", False, True),
+        ("", "", False, False),
+    ],
+)
+def test_whether_freed_blocks_are_joined_is_known_by_version_and_tunable(version, tunables, joins, gaps, monkeypatch):
+    monkeypatch.setattr(malloc_settings.os, "confstr", lambda _: version)
+    monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+    monkeypatch.setattr(malloc_settings, "joins_freed_blocks", joins_freed_blocks.__wrapped__)
+    assert joins_freed_blocks.__wrapped__() is joins
+    assert malloc_settings.leaves_gaps() is gaps
+
+
+PAGES = 16 * 2**22 // 4096
+
+
+def test_freed_memory_is_kept_for_the_next_step_where_none_is_to_be_saved():
+    kept, pages = asked(take_again, {})
+    if not kept:
+        pytest.skip("this C library cannot be told")
+    assert pages < PAGES / 10
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"MALLOC_TRIM_THRESHOLD_": "1000000"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1000000"}],
+    ids=["by a variable", "by a tunable"],
+)
+def test_what_the_library_was_told_holds(variables):
+    kept, _ = asked(take_again, variables)
+    assert not kept
+
+
+ALL, LARGE_ONLY = (0, 0, True), (0, 32 << 20, False)
+
+
+@pytest.mark.parametrize(("level", "large", "lends"), mostly_long([ALL, LARGE_ONLY, (1, 0, False)], ALL, LARGE_ONLY))
+def test_onnx_runtime_lends_large_gradients_where_no_memory_is_to_be_saved(monkeypatch, level, large, lends):
+    monkeypatch.setattr(backend, "LARGE", large)
+    model = accelerated("bert", {"level": level})
+    step(model, **model_and_batch("bert", 2)[1])
+    owners = {parameter.grad.untyped_storage().resizable() for parameter in model.parameters()}
+    assert owners == ({True, False} if lends else {True}), "what ONNX Runtime lends cannot be resized"

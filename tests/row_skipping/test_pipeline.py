@@ -1,0 +1,71 @@
+"""From a forward graph to a proposal: which outputs nobody reads, which feature leaves what out, what it is worth."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ort_accel.row_skipping.pipeline import kinds_of
+from tests.row_skipping.modules import Attention, first_tokens, keys_of, padded
+from tests.row_skipping.rewritten import Rewritten, rewritten
+
+
+class Language(nn.Module):
+    """Gives a loss, scores for each token, a vector for each row and its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 9)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.body(x)
+        scores = self.head(hidden)
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten()), scores, x.flip(0), hidden[:, 0]
+
+
+def language(*, loss_only: bool) -> tuple[Rewritten, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    labels = torch.randint(0, 9, (3, 7)).masked_fill(torch.rand(3, 7) < 0.6, -100)
+    ours = Rewritten(Language(), loss_only=loss_only)
+    return ours, ours(torch.randn(3, 7, 6), labels)
+
+
+def test_what_has_a_place_for_each_token_is_not_made_beside_a_loss() -> None:
+    ours, outputs = language(loss_only=True)
+    assert [output is None for output in outputs] == [False, True, True, False]
+    assert ours.proposal.unread == {1, 2}
+
+
+def test_all_outputs_are_made_where_that_is_not_wished() -> None:
+    ours, _ = language(loss_only=False)
+    assert ours.reasons == ["every row is read, by the model's result"]
+
+
+def test_without_gradients_all_outputs_are_made() -> None:
+    with torch.no_grad():
+        ours, outputs = language(loss_only=True)
+    assert ours.graphs == []
+    assert all(output is not None for output in outputs)
+
+
+def test_each_set_belongs_to_the_feature_that_makes_it_small() -> None:
+    ours = rewritten(Attention(first_tokens, keys_of), *padded(2, 5, 9))
+    kinds = {name: [ours.kept()[rows.number] for rows in sets] for name, sets in kinds_of(ours.proposal.plan).items()}
+    assert kinds == {"density.labels": [], "density.padding": [(16, 27)], "compute.upstream": [(3, 27)]}
+
+
+def test_layers_that_attend_share_one_set() -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (Attention(first_tokens, keys_of) for _ in range(2))
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            x = self.first.attend(self.first.embed(ids), mask)
+            return self.second.attend(x, mask)[:, 0]
+
+    ours = rewritten(Layers(), *padded(2, 5, 9))
+    assert len(ours.proposal.plan.cores) == 1
+    assert ours.kept() == [(3, 27), (16, 27)]
