@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ort_accel.operators.flops import flops
-from ort_accel.row_skipping.attention_padding import Attention
+from ort_accel.row_skipping.attention_match import Attention
 from ort_accel.row_skipping.pipeline import Proposal
 from tests.against_eager import assert_step_as_eager, compilations, pair, report
 from tests.models.zoo import DECODER, ENCODER, SEQ2SEQ, T5, VOCABULARY, made
@@ -218,7 +218,7 @@ def test_a_step_on_the_engine_equals_eagers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", mostly_long(("bert", "llama", "bart"), "llama"))
-def test_layers_that_are_checkpointed_are_computed_again_for_the_rows_that_count(name: str) -> None:
+def test_checkpointed_layers_recompute_only_the_needed_rows(name: str) -> None:
     eager, ours = pair(MODELS[name][0](), CONFIG)
     for model in (eager, ours):
         model.gradient_checkpointing_enable()
@@ -248,7 +248,7 @@ def test_a_step_of_the_smaller_graph_equals_eagers(name: str) -> None:
 
 def in_rows(proposal: Proposal) -> float:
     """The share of the work that is done for some rows, but for attention on full squares."""
-    whole = [each for each in proposal.plan.demands.attentions.values() if not each.can_run_by_sequence]
+    whole = [each for each in proposal.plan.demands.attentions.values() if not each.can_run_varlen]
     squares = sum(flops(node) for each in whole for node in inside(each))
     return sum(proposal.work_of.values()) / (proposal.work - squares)
 

@@ -107,7 +107,7 @@ def test_the_head_works_on_rows_with_a_label_only() -> None:
     assert largest(ours) < 32 * 6, "no value of all tokens is left but the draw of the dropout"
 
 
-def test_without_the_wish_every_row_is_computed() -> None:
+def test_without_labels_feature_every_row_is_computed() -> None:
     ours = rewritten(Head(LOSSES["mean"]), *batch(4, 8, 0.25), wishes=Wishes(labels=False))
     assert ours.graphs == []
     assert "cross_entropy" in ours.reasons[0]
@@ -150,7 +150,7 @@ def test_scores_that_are_results_are_those_of_all_rows() -> None:
     assert ours.kept() == [(4, 20)], "the first of each row"
 
 
-def test_what_reads_all_scores_beside_the_loss_keeps_all_rows() -> None:
+def test_another_reader_of_the_scores_keeps_all_rows() -> None:
     module = Head(lambda scores, labels: F.cross_entropy(*flat(scores, labels)) + scores.logsumexp(-1).square().mean())
     ours = rewritten(module, *batch(4, 8, 0.25))
     assert ".square().mean()" in ours.reasons[0], "the reason shows the line"

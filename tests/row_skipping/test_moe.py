@@ -146,13 +146,13 @@ def test_padding_goes_to_no_expert(name: str) -> None:
 
 
 @pytest.mark.parametrize("middle", ACROSS_PAIRS)
-def test_pairs_that_read_others_are_all_computed(middle: str) -> None:
+def test_pairs_that_depend_on_others_are_all_computed(middle: str) -> None:
     ours = rewritten(Routed(ACROSS_PAIRS[middle]), *padded(2, 5, 9))
     assert not ours.graphs or not are_some(ours)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_not_sorted_and_put_back_like_that_is_computed_whole(name: str) -> None:
+def test_other_orders_of_the_pairs_compute_all_tokens(name: str) -> None:
     ours = rewritten(Routed(whole=OTHERS[name]), *padded(2, 5, 9))
     assert not ours.graphs or not are_some(ours)
 

@@ -73,7 +73,7 @@ def test_with_skipping_it_goes_unseen_and_the_report_says_so(place: str, value: 
 
 
 @pytest.mark.long
-def test_of_a_real_token_it_is_seen_all_the_same() -> None:
+def test_nan_of_a_real_token_is_seen_with_every_setting() -> None:
     model, given = case("inputs", 0.0)
     given["ids"][0, 0, 0] = float("nan")
     ours = ort_accel.accelerate(copy.deepcopy(model), engine())

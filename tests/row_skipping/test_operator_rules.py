@@ -111,7 +111,7 @@ MIXING: dict[str, Layer] = {
 
 
 @pytest.mark.parametrize("name", APART)
-def test_an_operator_that_works_row_by_row_is_computed_for_the_labelled_rows(name: str) -> None:
+def test_a_row_by_row_operator_is_computed_for_labelled_rows(name: str) -> None:
     ours = compared(APART[name])
     assert ours.ran == {"some rows": 2}
     assert calls(ours, "rows_into") == 0, "nothing is made for all rows again"
@@ -123,7 +123,7 @@ def test_an_operator_that_mixes_rows_is_computed_for_all(name: str) -> None:
     assert not all(product_rows(compared(MIXING[name])))
 
 
-def test_a_value_whose_rows_are_first_taken_without_gradients_keeps_its_own() -> None:
+def test_rows_packed_under_no_grad_do_not_lose_later_gradients() -> None:
     def twice(m: Layers, x: Tensor) -> Tensor:
         mixed = x.roll(1, 1)
         with torch.no_grad():

@@ -78,19 +78,19 @@ def looked_at(shown: Tensor, shape: torch.Size) -> int:
     return int(allowed.expand(shape[0], -1, -1, shape[1])[:, 0, 0].index_fill(1, torch.tensor([0]), True).sum())
 
 
-def test_a_mask_that_makes_scores_small_but_hides_nothing_leaves_nothing_out() -> None:
+def test_a_mask_that_only_lowers_scores_skips_nothing() -> None:
     ours = rewritten(Attention(first_tokens, lambda mask: added(mask, -1e4)), *padded(2, 5, 9))
     assert ours.kept() == [(3, 27), (27, 27)]
 
 
-def test_a_query_that_sees_nothing_is_computed_as_in_eager_mode() -> None:
+def test_a_query_without_keys_is_computed_as_in_eager_mode() -> None:
     module = Attention(first_tokens, keys_of)
     ours = rewritten(module, *padded(2, 5, 9))
     assert_as_eager(module, ours, *padded(2, 0, 9))
     assert ours.ran == {"some rows": 1, "all rows": 1}
 
 
-def test_a_row_without_real_tokens_costs_nothing_where_nobody_reads_it() -> None:
+def test_an_unread_sequence_without_real_tokens_is_skipped() -> None:
     module = Attention(lambda x: x[1], keys_of)
     ours = rewritten(module, *padded(3, 5, 9))
     assert ours.reasons, "a single row of many is not looked for"
@@ -135,6 +135,6 @@ def test_a_scale_is_kept() -> None:
     rewritten(Attention(first_tokens, keys_of, scale=0.2), *padded(2, 5, 9))
 
 
-def test_without_the_wish_all_keys_are_computed() -> None:
+def test_without_padding_all_keys_are_computed() -> None:
     ours = rewritten(Attention(first_tokens, keys_of), *padded(2, 5, 9), wishes=Wishes(padding=False))
     assert ours.kept() == [(3, 27)]
