@@ -1,4 +1,4 @@
-"""What attention does not look at is not computed, whatever form its mask has."""
+"""Keys that attention masks are not computed, whatever form the mask has."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_bias_that_is_learned_hides_nothing(name: str) -> None:
 
 
 def looked_at(shown: Tensor, shape: torch.Size) -> int:
-    """How many keys the first query of each row sees; the first token is read in any case."""
+    """Counts the keys of each sequence's first query; the first token is read in any case."""
     allowed = shown if shown.dtype == torch.bool else shown > LOW / 2
     return int(allowed.expand(shape[0], -1, -1, shape[1])[:, 0, 0].index_fill(1, torch.tensor([0]), True).sum())
 
@@ -113,7 +113,7 @@ def test_causal_attention_without_a_mask() -> None:
 
 
 class Grouped(Attention):
-    """Two heads of queries share one of keys and values, as decoders have it that are called without a mask."""
+    """Grouped heads without a mask: two query heads share one head of keys and values."""
 
     def attend(self, x: Tensor, mask: Tensor) -> Tensor:
         q, k, v = (part.transpose(1, 2) for part in self.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2))

@@ -12,7 +12,7 @@ from tests.row_skipping.rewritten import Rewritten, rewritten
 
 
 def inputs_of(read: object, mask: object, *given: Tensor, **how: object) -> tuple[Rewritten, list[Tensor]]:
-    """A module that was compared with eager, and the inputs of its graph."""
+    """Returns a module that has run, and the inputs of its graph."""
     seen: list[list[Tensor]] = []
 
     class Seen(Rewritten):

@@ -34,7 +34,7 @@ class Head(nn.Module):
 
 
 def batch(rows: int, length: int, share: float, ignored: int = -100) -> tuple[Tensor, Tensor]:
-    """Ids and labels, of which this share counts."""
+    """Returns ids, and labels of which this share is valid."""
     torch.manual_seed(rows * length)
     labels = torch.randint(0, CLASSES, (rows, length))
     return torch.randint(0, 20, (rows, length)), labels.masked_fill(torch.rand(rows, length) >= share, ignored)
@@ -157,7 +157,7 @@ def test_another_reader_of_the_scores_keeps_all_rows() -> None:
 
 
 def largest(ours: Rewritten) -> int:
-    """Numbers in the largest floating-point tensor that the smaller graph makes."""
+    """Returns the element count of the smaller graph's largest floating-point tensor."""
     made = [n.meta["val"] for n in ours.graph.nodes if n.op == "call_function"]
     sizes = [[int(size) for size in map(hint, value.shape)] for value in made if is_float(value)]
     return max(map(torch.Size, sizes), key=torch.Size.numel).numel()

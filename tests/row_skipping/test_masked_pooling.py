@@ -1,4 +1,4 @@
-"""Pooling over real tokens: what a mask takes out of it is not computed."""
+"""Pooling over real tokens does not compute the masked ones."""
 
 from __future__ import annotations
 

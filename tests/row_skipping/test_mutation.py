@@ -1,4 +1,4 @@
-"""Tensors that a module changes: rows are left out where nothing else looks at what is changed, and never wrongly."""
+"""In-place operators: rows are left out where the mutated tensor has no alias, and never wrongly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Change = Callable[["Changing", Tensor], Tensor]
 
 
 class Changing(Attention):
-    """A layer behind which something is changed in place."""
+    """A layer followed by an in-place operator."""
 
     def __init__(self, change: Change) -> None:
         super().__init__(first_tokens, keys_of)

@@ -1,4 +1,4 @@
-"""NaN at padded places goes unseen while padding is skipped, and is seen as in eager mode where it is not."""
+"""NaN at padded positions goes unseen while padding is skipped, and is seen as in eager mode where it is not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Additive(Model):
 
 
 def case(place: str, value: float) -> tuple[nn.Module, dict[str, Any]]:
-    """A model and a batch with this value at its padded places."""
+    """Returns a model, and a batch with this value at its padded positions."""
     given: dict[str, Any] = batch(4, 10)
     model = Embedded() if place == "inputs" else Additive() if place == "mask" else Model()
     if place == "inputs":

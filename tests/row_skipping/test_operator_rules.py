@@ -1,4 +1,4 @@
-"""Operators that work row by row pass on which rows are read; those that mix rows stop it."""
+"""Row-by-row operators pass on which rows are read; operators that mix rows read all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Layer = Callable[["Layers", Tensor], Tensor]
 
 
 class Layers(nn.Module):
-    """[rows, length, width] through a layer, of which labels then choose some rows."""
+    """A layer on [rows, length, width], followed by a loss whose labels select rows."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def calls(ours: Rewritten, name: str) -> int:
 
 
 def product_rows(ours: Rewritten) -> list[bool]:
-    """For each product with a weight, whether its rows are the rows of a set: a size that no input has."""
+    """Returns, for each product with a weight, True if its row count is a size that no input has."""
     nodes = [n for n in ours.graph.nodes if any(part in str(n.target) for part in ("linear", "mm", "conv"))]
     return [node.meta["val"].shape[0] == LABELLED for node in nodes]
 

@@ -1,4 +1,4 @@
-"""From a forward graph to a proposal: which outputs nobody reads, which feature leaves what out, what it is worth."""
+"""From a forward graph to a proposal: unread outputs, and the row sets of each feature."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.row_skipping.rewritten import Rewritten, rewritten
 
 
 class Language(nn.Module):
-    """Gives a loss, scores for each token, a vector for each row and its input."""
+    """Returns a loss, scores for each token, its flipped input, and a vector for each sequence."""
 
     def __init__(self) -> None:
         super().__init__()

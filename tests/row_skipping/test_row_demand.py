@@ -1,4 +1,4 @@
-"""What a graph reads of its values, found from its outputs; and graphs of which nothing can be left out."""
+"""The analysis finds which rows are read, and why a graph cannot leave rows out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_rows_of_queries_and_of_keys_are_told_apart() -> None:
 
 
 class InPlace(nn.Module):
-    """Changes a value after it was computed; then the first tokens are read."""
+    """Mutates a value after it was computed, and reads the first tokens."""
 
     def __init__(self, change: Callable[[Tensor], object]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sets of rows, named by where they come from, and how they meet."""
+"""Symbolic sets of rows, and their unions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A selection or a slice of tokens moves up: what it throws away is not computed."""
+"""Tokens that a selection or a slice drops are not computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 6
 
 
 class Body(nn.Module):
-    """Works on every token alone; then some are read."""
+    """Works on every token alone, and reads some tokens."""
 
     def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def test_only_the_tokens_that_are_read_are_computed(read: Callable[[Tensor], Ten
 
 
 class LastTokens(nn.Module):
-    """As heads for classes after a causal model read: one token of each sequence, at a place that depends on it."""
+    """Reads one token of each sequence by index, as classifiers on causal models do."""
 
     def __init__(self, sequences: Callable[[int], Tensor] = torch.arange) -> None:
         super().__init__()

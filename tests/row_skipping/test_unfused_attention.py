@@ -1,4 +1,4 @@
-"""Attention that a model writes out: what only hidden keys lead to is not computed, and nothing else is left out."""
+"""Unfused attention: masked keys are not computed, and nothing else is left out."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.row_skipping.modules import Attention, first_tokens, low, padded
 from tests.row_skipping.rewritten import Rewritten, assert_as_eager, padding_left_out, rewritten
 
 Weights = Callable[["WrittenOut", Tensor, Tensor], Tensor]
-"""The weights of values, from scores and a mask that is true for real keys."""
+"""Functions from scores, and a mask that is true for real keys, to weights."""
 
 
 class WrittenOut(Attention):
-    """The same layer with its attention as the model's own lines."""
+    """The attention layer without a fused operator."""
 
     def __init__(self, weights: Weights) -> None:
         super().__init__(first_tokens, lambda mask: None)
@@ -125,7 +125,7 @@ def test_keys_that_a_weight_may_reach_are_computed(name: str) -> None:
 
 
 Scores = Callable[["ScoresInParts", Tensor, Tensor], Tensor]
-"""Scores, from queries and keys of [batch, heads, length, width], or with the first two as one."""
+"""Functions from queries and keys of [batch, heads, length, width] to scores; the first two may be one dimension."""
 
 
 class ScoresInParts(Attention):
@@ -212,7 +212,7 @@ def test_values_read_beside_attention_are_computed(besides: Callable[[Tensor, Te
 
 
 def reads_all(ours: Rewritten) -> bool:
-    """Whether queries, keys and values are made for all tokens."""
+    """True if queries, keys and values are computed for all tokens."""
     linear = next(node for node in ours.proposal.traced.graph.nodes if node.target is torch.ops.aten.linear.default)
     return isinstance(ours.proposal.plan.demands.of[linear], AllRows)
 
