@@ -8,8 +8,8 @@ A row is one token in most places. The analysis is a backward data-flow analysis
 4. `operator_rules` tells it how rows pass through one operator, by `arithmetic_rules` and `layout_rules`.
 5. `attention_match`, `unfused_attention`, `moe`, `ignored_labels`, `masked_pooling` and `selections` match patterns.
 6. `row_plan` turns the result into a few numbered row sets, and gives each value its set.
-7. `batch_row_tables` computes the row sets of each batch as tables: gather indices, their inverse, sequence spans.
-8. `packed_graph_writer` writes the smaller graph, which takes those tables and holds each value as packed rows.
+7. `input_graph` writes the graph of labels and masks; `batch_row_tables` runs it for each batch and returns tables.
+8. `packed_graph_writer` writes the smaller graph, which takes the tables and computes each value as packed rows.
 
 The compiler calls the proposal for every batch, and runs the smaller graph or the whole one.
 """

@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
-from ort_accel.graph.nodes import is_random, is_view, returned
+from ort_accel.graph.nodes import is_random, returned
 from ort_accel.graph.requires_grad import has_gradient, mark_gradients
 from ort_accel.operators.flops import flops
 from ort_accel.row_skipping.batch_row_tables import Batch, RowTableBuilder
+from ort_accel.row_skipping.input_graph import is_view_of_input
 from ort_accel.row_skipping.mutation import functionalize
 from ort_accel.row_skipping.packed_graph_writer import PackedGraphWriter
 from ort_accel.row_skipping.row_demand import Demands, Wishes, analyse_rows, mutates_inputs
@@ -106,7 +107,7 @@ def _work(plan: Plan) -> dict[int, float]:
 def _per_token(graph: fx.Graph, beside_sums: bool) -> frozenset[int]:
     """Returns outputs with a row for each token that neither the loss nor the sums are computed from."""
     outputs = dict(enumerate(returned(graph)))
-    found = {at: item for at, item in outputs.items() if _rank(item) > 2 and not _is_view_of_input(item)}
+    found = {at: item for at, item in outputs.items() if _rank(item) > 2 and not is_view_of_input(item)}
     if not any(_rank(item) == 0 and has_gradient(item) for item in outputs.values()):
         sums = [item for item in outputs.values() if _rank(item) in (1, 2) and has_gradient(item)]
         summed = _ancestors(sums) if beside_sums else set()
@@ -130,12 +131,6 @@ def _rank(item: Argument) -> int:
     """Returns the number of dimensions of a floating-point output; -1 for any other."""
     value = item.meta.get("val") if isinstance(item, fx.Node) else None
     return value.ndim if isinstance(value, Tensor) and value.is_floating_point() else -1
-
-
-def _is_view_of_input(node: fx.Node) -> bool:
-    while node.op == "call_function" and is_view(node):
-        node = node.all_input_nodes[0]
-    return node.op != "call_function"
 
 
 def _why_all_rows(graph: fx.Graph, demands: Demands) -> str:

@@ -12,7 +12,7 @@ from ort_accel.graph.requires_grad import has_gradient
 from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.row_skipping.attention_match import Attention, match_fused_attention
 from ort_accel.row_skipping.ignored_labels import Loss, match_loss
-from ort_accel.row_skipping.input_only import input_only_nodes
+from ort_accel.row_skipping.input_graph import input_only_nodes
 from ort_accel.row_skipping.masked_pooling import match_masked_tokens
 from ort_accel.row_skipping.moe import match_moe
 from ort_accel.row_skipping.mutation import mutated_nodes

@@ -17,9 +17,10 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from ort_accel.graph.nodes import is_part, is_view, order_of
+from ort_accel.graph.nodes import is_part, order_of
 from ort_accel.graph.symbolic_sizes import known_equal, same_shape
 from ort_accel.row_skipping.attention_match import Attention, Operand, ScoreMask
+from ort_accel.row_skipping.input_graph import is_view_of_input
 from ort_accel.row_skipping.layout_rules import view_groups
 from ort_accel.row_skipping.row_flow import matching_dims, rank_of, shape_of, slice_arguments, tensor_input, value_of
 
@@ -167,18 +168,11 @@ def _softmax_with_sink(softmax: fx.Node, without_sink: fx.Node) -> _Softmax | No
     if _name(joined) != "cat" or set(joined.users) != readers or len(joined.args) != 2:
         return None
     parts, dim = cast("tuple[list[fx.Node], int]", joined.args)
-    if len(parts) != 2 or dim not in (-1, rank_of(joined) - 1) or not _is_view_of_input(parts[1]):
+    if len(parts) != 2 or dim not in (-1, rank_of(joined) - 1) or not is_view_of_input(parts[1]):
         return None
     scores = parts[0]
     has_all = known_equal(value_of(scores).shape[-1], value_of(without_sink).shape[-1])
     return _Softmax(softmax, scores, joined) if has_all else None
-
-
-def _is_view_of_input(node: Argument) -> bool:
-    """True if a value is an input, or a view of one."""
-    while isinstance(node, fx.Node) and node.op == "call_function" and is_view(node):
-        node = node.args[0]
-    return isinstance(node, fx.Node) and node.op in {"placeholder", "get_attr"}
 
 
 def _full_operand(node: fx.Node) -> int | None:
