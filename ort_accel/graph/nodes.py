@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.fx.node import Argument
 from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK, get_current_meta
 
 import ort_accel
@@ -215,9 +214,9 @@ def is_returned(node: fx.Node) -> bool:
     return any(user.op == "output" for user in node.users)
 
 
-def returned(graph: fx.Graph) -> Sequence[Argument]:
+def returned(graph: fx.Graph) -> Sequence[Any]:
     """Returns a graph's outputs: nodes, plain numbers, or None."""
-    outputs = graph.output_node().args[0]
+    outputs: Any = graph.output_node().args[0]
     return outputs if isinstance(outputs, tuple | list) else (outputs,)
 
 

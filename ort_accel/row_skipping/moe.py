@@ -1,8 +1,8 @@
 """Matches a mixture of experts: each token passes through the few experts that a router chose for it.
 
 transformers sorts the pairs of token and expert by expert, multiplies each group by the weights of its expert, and
-restores the order. This mixes rows, but no pair depends on another one, and fewer tokens are fewer pairs. So all nodes
-from the sort to the sum over a token's experts are matched as one step, if each of them works pair by pair.
+restores the order. This mixes rows, but no pair depends on another one, and fewer tokens are fewer pairs. All nodes
+from the sort to the sum over a token's experts are matched as one step, if each works pair by pair.
 """
 
 from __future__ import annotations
