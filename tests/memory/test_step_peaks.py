@@ -85,7 +85,7 @@ def test_steps_that_compile_are_not_measured():
 def test_what_steps_leave_in_a_pool_counts():
     report, pool = Report(), []
     watch, model = MemoryWatch(report, pool.clear, prints=False), nn.Linear(2, 2)
-    for _ in range(step_peaks.FIRST + 3):
+    for _ in range(step_peaks.FIRST_WITHOUT_COMPILING + 3):
         watch.before_forward(model)
         if not pool:
             pool.append(torch.ones(1 << 24))
