@@ -8,31 +8,13 @@ import torch
 from torch import fx
 
 from ort_accel.graph.nodes import fakes_in
+from ort_accel.operators.facts import facts
 from ort_accel.recompute.joint_graph import is_lasting
 from ort_accel.recompute.onnx_names import packet
 from ort_accel.recompute.plans import Option, Place
 from ort_accel.reporting import PlanKind
 
 aten = torch.ops.aten
-
-LIGHT = {
-    aten.gelu,
-    aten.silu,
-    aten.sigmoid,
-    aten.mul,
-    aten.add,
-    aten.sub,
-    aten.rsub,
-    aten.neg,
-    aten.div,
-    aten.native_layer_norm,
-    aten._fused_rms_norm,
-    aten.native_dropout_backward,  # a value times its mask
-    aten._to_copy,
-    aten.clone,
-}
-"""Norms, activations and arithmetic. All are smooth, so it does no harm if another kernel rounds the second result
-otherwise: a comparison, an index or a rounded number could come out as another one."""
 
 WORTH = 4e6
 """Bytes that have to be saved for a millisecond of the cost model. Six layers of a BERT of width 384 (8 x 128 tokens)
@@ -51,7 +33,7 @@ def _is_worth(place: Place) -> bool:
 
 
 def _is_light(place: Place) -> bool:
-    return all(packet(node) in LIGHT and _is_on_cpu(node) and not _casts_a_weight(node) for node in place.nodes)
+    return all(facts(node).is_cheap and _is_on_cpu(node) and not _casts_a_weight(node) for node in place.nodes)
 
 
 def _is_on_cpu(node: fx.Node) -> bool:

@@ -19,7 +19,6 @@ from itertools import count
 from math import inf
 from typing import Any
 
-import torch
 from torch import fx
 
 from ort_accel.executor.ort_segment import lie_in_pool
@@ -28,6 +27,7 @@ from ort_accel.executor.torch_segment import lies_in_pool
 from ort_accel.graph.nodes import bytes_made, is_part, is_size, is_view, returned, tensors_of, writes
 from ort_accel.kernels.bit_mask import own as bits
 from ort_accel.kernels.host_copies import is_on_host, own
+from ort_accel.operators.facts import facts
 from ort_accel.partition.segments import Cut
 from ort_accel.partition.split_at_gradients import Gradients
 from ort_accel.recompute.backward_gradients import gradients_of
@@ -44,11 +44,6 @@ STATES = 2
 """Values that an optimizer keeps for each parameter. Nothing knows the optimizer yet; Adam keeps two moments."""
 WORKING = 2
 """Values of the size of a parameter that its update takes, one parameter after the other, as PyTorch's AdamW does."""
-
-aten = torch.ops.aten
-
-IN_PLACE = {aten.sigmoid, aten.tanh, aten.relu, aten._softmax}
-"""Operators that ONNX Runtime computes in the memory of an input that nobody reads any more."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +272,7 @@ class _Half:
         if cut.runner is Runner.PYTORCH:
             names = (self.memory(operand) for operand in replaceable(node))
             return next((name for name in names if name in over and name in self._own), None)
-        if _packet(node) not in IN_PLACE or not self._is_inner(node.name, cut):
+        if not facts(node).ort_reuses_input or not self._is_inner(node.name, cut):
             return None
         return next((name for name in over if pools.size_in_ort(name) == bytes_made(node)), None)
 
@@ -298,10 +293,6 @@ def _is_used(uses: Mapping[str, tuple[int, int]], position: int, name: str) -> b
 
 def _stage(phase: str, pools: Pools) -> Stage:
     return Stage(phase, pools.live, pools.in_ort, pools.held)
-
-
-def _packet(node: fx.Node) -> object:
-    return getattr(node.target, "overloadpacket", None)
 
 
 def _read(node: fx.Node) -> Iterable[fx.Node]:
