@@ -39,20 +39,20 @@ def test_a_budget_is_kept_and_changes_no_bit(name):
 def test_a_smaller_budget_contains_the_choice_of_a_larger_one(monkeypatch):
     seen = []
 
-    def noted(share, sequences):
-        seen.append(budget.within(share, sequences))
+    def noted(share, frontiers):
+        seen.append(budget.within(share, frontiers))
         return seen[-1]
 
     monkeypatch.setattr(planner, "within", noted)
     memory = one_step("gpt2", {"budget": 0.7}, ROWS)[1]
-    [sequence] = seen
-    assert [choice.step.peak for choice in sequence] == [peak.bytes for peak in memory.frontier]
-    chosen = [budget.within(share / 100, [iter(sequence)])[-1] for share in range(100, 69, -5)]
+    [points] = seen
+    assert [point.step.peak_bytes for point in points] == [peak.bytes for peak in memory.frontier]
+    chosen = [budget.within(share / 100, [iter(points)])[-1] for share in range(100, 69, -5)]
     for larger, smaller in pairwise(chosen):
-        assert larger.chosen.nodes <= smaller.chosen.nodes
-        assert larger.cost <= smaller.cost
-        assert smaller.step.peak <= larger.step.peak
-    assert len({choice.step.peak for choice in chosen}) > 2
+        assert larger.chosen.recomputed <= smaller.chosen.recomputed
+        assert larger.cost_ms <= smaller.cost_ms
+        assert smaller.step.peak_bytes <= larger.step.peak_bytes
+    assert len({point.step.peak_bytes for point in chosen}) > 2
 
 
 def test_a_budget_that_holds_everything_computes_nothing_again():

@@ -20,13 +20,19 @@ from ort_accel.errors import OrtAccelError
 from ort_accel.kernels import host_copies
 from ort_accel.observe.memory import render_memory
 from ort_accel.recompute import offload, offload_schedule, planner
-from ort_accel.recompute.budget import Chosen, choices
+from ort_accel.recompute.budget import Chosen, frontier
 from ort_accel.recompute.memory_pools import Moment
-from ort_accel.recompute.offload import Move
-from ort_accel.recompute.offload_schedule import Station, Way, coming, leaving, waiting
-from ort_accel.recompute.peak_memory import Timeline
-from ort_accel.recompute.plans import Place
-from ort_accel.recompute.saved_values import Kept
+from ort_accel.recompute.offload import OffloadSite
+from ort_accel.recompute.offload_schedule import (
+    PassTiming,
+    SyncPoint,
+    schedule_offload,
+    schedule_prefetch,
+    stall_ms,
+)
+from ort_accel.recompute.peak_memory import StepMemory
+from ort_accel.recompute.plans import RecomputeSite
+from ort_accel.recompute.saved_values import SavedValue
 from ort_accel.reporting import PlanKind
 from ort_accel.runtime import device
 from ort_accel.runtime.host_memory import HostMemory
@@ -71,8 +77,8 @@ def late(monkeypatch):
 def move_some(monkeypatch, share):
     """Let a budget move a share of all values, by chance, and compute nothing again."""
 
-    def chosen(_, sequences):
-        [plain, _] = sequences
+    def chosen(_, frontiers):
+        [plain, _] = frontiers
         first = next(plain)
         return [first, dataclasses.replace(first, chosen=Chosen(moved=frozenset(drawn[-1])))]
 
@@ -167,7 +173,7 @@ def test_a_budget_that_nothing_keeps_says_the_smallest_with_moves(late):
         step(on_a_budget(Chain(2), 0.01, offload=True), torch.randn(64, 64))
 
 
-WAY = Way(clock=[0.0, 1.0, 2.0, 3.0, 4.0], at={"early": 1, "late": 3})
+TIMING = PassTiming(starts_ms=[0.0, 1.0, 2.0, 3.0, 4.0], boundary={"early": 1, "late": 3})
 
 
 @pytest.fixture
@@ -177,27 +183,29 @@ def slow(monkeypatch):
 
 def test_values_go_behind_their_last_reader_one_after_the_other_and_are_gone_when_copied(slow):
     sizes = {"early": 2, "late": 2}
-    stations = leaving(WAY, sizes)
-    assert stations == [Station(1, ("early",), ()), Station(3, ("late",), ("early",)), Station(4, (), ("late",))]
-    assert waiting(WAY, stations, sizes) == 1, "the last copy takes a millisecond longer than the forward"
+    points = schedule_offload(TIMING, sizes)
+    assert points == [SyncPoint(1, ("early",), ()), SyncPoint(3, ("late",), ("early",)), SyncPoint(4, (), ("late",))]
+    assert stall_ms(TIMING, points, sizes) == 1, "the last copy takes a millisecond longer than the forward"
 
 
 def test_values_begin_to_come_as_late_as_the_queue_allows(slow):
     sizes = {"early": 1, "late": 1}
-    stations = coming(WAY, sizes)
-    assert stations == [Station(0, ("early",), ()), Station(1, (), ("early",)), *later(2, "late")]
-    assert waiting(WAY, stations, sizes) == 0
+    points = schedule_prefetch(TIMING, sizes)
+    assert points == [SyncPoint(0, ("early",), ()), SyncPoint(1, (), ("early",)), *later(2, "late")]
+    assert stall_ms(TIMING, points, sizes) == 0
     crowded = {"early": 1, "late": 4}
-    assert waiting(WAY, coming(WAY, crowded), crowded) == 2, "five milliseconds of copies, three before the last reader"
+    assert stall_ms(TIMING, schedule_prefetch(TIMING, crowded), crowded) == 2, (
+        "five milliseconds of copies, three before the last reader"
+    )
 
 
 def later(node, name):
-    return [Station(node, (name,), ()), Station(node + 1, (), (name,))]
+    return [SyncPoint(node, (name,), ()), SyncPoint(node + 1, (), (name,))]
 
 
 def test_many_values_share_few_stations(slow):
-    way = Way(clock=list(range(101)), at={str(place): place for place in range(100)})
-    assert len(leaving(way, dict.fromkeys(way.at, 1))) <= 2 * offload_schedule.GROUPS
+    timing = PassTiming(starts_ms=list(range(101)), boundary={str(place): place for place in range(100)})
+    assert len(schedule_offload(timing, dict.fromkeys(timing.boundary, 1))) <= 2 * offload_schedule.COPY_GROUPS
 
 
 class Queue:
@@ -206,21 +214,21 @@ class Queue:
     def __init__(self, alone):
         self.alone = alone
 
-    def cost(self, names):
+    def cost_ms(self, names):
         return sum(self.alone[name] for name in names) * (1 if len(names) == 1 else 10)
 
 
-def options(again, moved):
+def candidates(again, moved):
     """Values of a KiB, each of which can be computed again or moved in so many milliseconds."""
     graph, queue = fx.Graph(), Queue(moved)
-    kept = {name: Kept(graph.create_node("call_function", torch.relu, (), {}, name)) for name in again}
+    kept = {name: SavedValue(graph.create_node("call_function", torch.relu, (), {}, name)) for name in again}
     for item in kept.values():
         item.node.meta["val"] = torch.empty(256, device="meta")
     places = [
-        Place("Relu+", PlanKind.RECOMPUTE, frozenset([kept[n].node]), (kept[n],), cost=cost)
+        RecomputeSite("Relu+", PlanKind.RECOMPUTE, frozenset([kept[n].node]), (kept[n],), cost_ms=cost)
         for n, cost in again.items()
     ]
-    return [*places, *(Move(item, queue) for item in kept.values())]
+    return [*places, *(OffloadSite(item, queue) for item in kept.values())]
 
 
 @pytest.mark.parametrize(
@@ -232,12 +240,12 @@ def options(again, moved):
     ],
 )
 def test_the_cheapest_is_chosen_for_each_value(again, moved, names):
-    def foresee(chosen):
-        assert not chosen.as_bits
-        gone = chosen.moved.union(node.name for node in chosen.nodes)
+    def predict(plan):
+        assert not plan.packs_masks
+        gone = plan.moved.union(node.name for node in plan.recomputed)
         live = {name: 1024 for name in again if name not in gone}
-        return Timeline(0, 0, own=16 * 2048, highest=[Moment(live, sum(live.values()))])
+        return StepMemory(0, 0, transient_bytes=16 * 2048, peaks=[Moment(live, sum(live.values()))])
 
-    *_, last = choices([options(again, moved)], (), foresee)
+    *_, last = frontier([candidates(again, moved)], (), predict)
     assert last.chosen.moved == names
-    assert {node.name for node in last.chosen.nodes} == set(again) - names
+    assert {node.name for node in last.chosen.recomputed} == set(again) - names

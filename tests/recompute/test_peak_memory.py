@@ -26,16 +26,16 @@ ROWS = 256
 
 
 def look(results, name, large):
-    """What ONNX Runtime's pool holds after a step, the graph's timeline and the report of its memory."""
+    """What ONNX Runtime's pool holds after a step, the predicted step and the report of its memory."""
     for room in (backend, embedding_backward, output_buffers, torch_segment):
         room.LARGE = large
     seen = []
 
     def noted(*how):
-        seen.append(timeline(*how))
+        seen.append(predict(*how))
         return seen[-1]
 
-    timeline, planner.timeline = planner.timeline, noted
+    predict, planner.predict_step = planner.predict_step, noted
     model = accelerated(name, {"level": 0}, observe={"log_level": "error", "memory_stats": True})
     step(model, **model_and_batch(name, ROWS)[1])
     model.zero_grad()
@@ -43,7 +43,7 @@ def look(results, name, large):
     release_unused()
     [memory] = ort_accel.report(model).memory.values()
     parameters = sum(parameter.nbytes for parameter in model.parameters())
-    results.put((held - in_use(), seen[-1].stages[0].held, seen[-1].peak, memory, parameters))
+    results.put((held - in_use(), seen[-1].stages[0].ort_held_bytes, seen[-1].peak_bytes, memory, parameters))
 
 
 @pytest.mark.parametrize("large", [128 << 10, 32 << 20], ids=["from 128 KiB on", "from 32 MiB on"])
@@ -61,15 +61,15 @@ def test_the_pool_holds_what_was_predicted(name, large):
 def test_a_large_result_of_pytorchs_counts_where_it_lies(monkeypatch, large, in_pool):
     for room in (backend, embedding_backward, output_buffers, torch_segment):
         monkeypatch.setattr(room, "LARGE", large)
-    seen, timeline = [], planner.timeline
-    monkeypatch.setattr(planner, "timeline", lambda *how: seen.append(timeline(*how)) or seen[-1])
+    seen, predict = [], planner.predict_step
+    monkeypatch.setattr(planner, "predict_step", lambda *how: seen.append(predict(*how)) or seen[-1])
     model = nn.Sequential(nn.Embedding(3000, 64), nn.Linear(64, 1))
     quiet = {"log_level": "error", "memory_stats": True}
     ort_accel.accelerate(model, {"memory": {"level": 0}, "observe": quiet})
     model(torch.randint(0, 3000, (2, 5))).sum().backward()
     [step] = seen
-    assert (step.stages[0].held >= model[0].weight.nbytes) is in_pool
-    assert step.own >= model[0].weight.nbytes
+    assert (step.stages[0].ort_held_bytes >= model[0].weight.nbytes) is in_pool
+    assert step.transient_bytes >= model[0].weight.nbytes
 
 
 def test_gradients_that_are_used_up_within_the_backward_are_never_there_together():

@@ -4,7 +4,7 @@ import torch
 from functorch.compile import aot_function, default_partition, make_boxed_func
 
 from ort_accel.graph.nodes import is_view
-from ort_accel.recompute.split_joint_graph import partition
+from ort_accel.recompute.split_joint_graph import split_joint_graph
 
 
 def kept(function, inputs, partition_fn):
@@ -32,7 +32,7 @@ def attention(x, w):
 def test_no_whole_view_is_kept():
     inputs = [torch.randn(2, 5, 8), torch.randn(8, 8)]
     before, expected = kept(attention, inputs, default_partition)
-    after, got = kept(attention, inputs, partition)
+    after, got = kept(attention, inputs, split_joint_graph)
     assert any(is_view(node) for node in before)
     assert not any(is_view(node) for node in after)
     for one, other in zip(got, expected, strict=True):
@@ -44,7 +44,7 @@ def test_what_several_views_look_at_is_kept_once():
         y = x.exp()
         return y.view(6).sin().sum() + y.t().cos().sum()
 
-    after, _ = kept(twice, [torch.randn(2, 3)], partition)
+    after, _ = kept(twice, [torch.randn(2, 3)], split_joint_graph)
     assert len([node for node in after if isinstance(node.meta.get("val"), torch.Tensor)]) == 1
 
 
@@ -52,6 +52,6 @@ def test_a_selection_is_kept_rather_than_all_it_was_taken_from():
     def first_token(x):
         return x.cos()[:, 0].exp().sin()
 
-    after, _ = kept(first_token, [torch.randn(4, 128, 8)], partition)
+    after, _ = kept(first_token, [torch.randn(4, 128, 8)], split_joint_graph)
     computed = [node for node in after if node.op != "placeholder"]
     assert all(node.meta["val"].numel() == 4 * 8 for node in computed)
