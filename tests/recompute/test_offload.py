@@ -1,6 +1,6 @@
-"""Values that lie in host memory between forward and backward come back to the bit, where a budget finds that cheapest.
+"""Offload: a budget moves values to host memory if that is cheapest, and they come back bit for bit.
 
-The tests move values on the CPU, where every copy is made as late as it may be: when its end is waited for.
+The tests offload on the CPU. Every copy is made as late as possible: when the program waits for it.
 """
 
 import copy
@@ -42,7 +42,7 @@ from tests.tiers import mostly_long
 
 
 class LateMemory(HostMemory):
-    """Host memory whose copies hold nonsense until somebody waits for them."""
+    """Host memory whose copies hold NaN until the program waits for them."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"))
@@ -66,7 +66,7 @@ class LateMemory(HostMemory):
 
 @pytest.fixture
 def late(monkeypatch):
-    """Models on the CPU may move values, however small, as on a device whose memory ONNX Runtime and PyTorch share."""
+    """Let models on the CPU offload values of every size, as on a device whose memory pool is shared."""
     memory = LateMemory()
     monkeypatch.setattr(host_copies, "host_memory", lambda _: memory)
     monkeypatch.setattr(backend, "place_for", lambda *_: device.Place(torch_memory=True))
@@ -75,7 +75,7 @@ def late(monkeypatch):
 
 
 def move_some(monkeypatch, share):
-    """Let a budget move a share of all values, by chance, and compute nothing again."""
+    """Let a budget offload a random share of all values, and recompute nothing."""
 
     def chosen(_, frontiers):
         [plain, _] = frontiers
@@ -93,7 +93,7 @@ def move_some(monkeypatch, share):
 
 
 def losses_at_once(model, batch):
-    """Gradients that are accumulated over two forwards in a row, one backward twice, and a forward without backward."""
+    """Accumulate gradients of two forwards, run one backward twice, and one forward without backward."""
     model.zero_grad()
     torch.manual_seed(1)
     first, second = model(**batch).loss, model(**batch).loss
@@ -106,7 +106,7 @@ def losses_at_once(model, batch):
 
 @torch._functorch.config.patch(donated_buffer=False)  # which forbids a second backward
 @pytest.mark.parametrize(("name", "share"), mostly_long([("bert", 1.0), ("gpt2", 0.5)], ("gpt2", 0.5)))
-def test_what_was_moved_comes_back_to_the_bit(late, monkeypatch, name, share):
+def test_offloaded_values_come_back_bit_for_bit(late, monkeypatch, name, share):
     plain = accelerated(name, {"level": 0})
     batch = model_and_batch(name)[1]
     trace, together = step(plain, **batch), losses_at_once(plain, batch)
@@ -124,8 +124,7 @@ def test_what_was_moved_comes_back_to_the_bit(late, monkeypatch, name, share):
 
 
 class Chain(nn.Module):
-    """Layers that all keep something of one size. What is drawn cannot be computed again, and the rest not without the
-    one before."""
+    """Layers that each save values of one size. Random factors cannot be recomputed."""
 
     def __init__(self, layers):
         super().__init__()
@@ -142,7 +141,7 @@ def on_a_budget(model, budget, *, offload):
     return ort_accel.accelerate(copy.deepcopy(model), settings)
 
 
-def test_a_budget_below_what_recomputation_reaches_is_kept_by_moving_values(late, monkeypatch):
+def test_offload_keeps_a_budget_that_recompute_alone_cannot(late, monkeypatch):
     monkeypatch.setattr(offload_schedule, "LINK_BYTES_PER_MS", 500e3)
     torch.manual_seed(0)
     model, batch = Chain(8), torch.randn(1024, 64)
@@ -168,7 +167,7 @@ def test_a_budget_below_what_recomputation_reaches_is_kept_by_moving_values(late
     assert late.is_empty()
 
 
-def test_a_budget_that_nothing_keeps_says_the_smallest_with_moves(late):
+def test_an_infeasible_budget_names_the_smallest_one_with_offload(late):
     with pytest.raises(OrtAccelError, match="everything computed again or moved that can be"):
         step(on_a_budget(Chain(2), 0.01, offload=True), torch.randn(64, 64))
 
@@ -181,14 +180,14 @@ def slow(monkeypatch):
     monkeypatch.setattr(offload_schedule, "LINK_BYTES_PER_MS", 1.0)
 
 
-def test_values_go_behind_their_last_reader_one_after_the_other_and_are_gone_when_copied(slow):
+def test_copies_start_after_the_last_reader_and_run_one_after_the_other(slow):
     sizes = {"early": 2, "late": 2}
     points = schedule_offload(TIMING, sizes)
     assert points == [SyncPoint(1, ("early",), ()), SyncPoint(3, ("late",), ("early",)), SyncPoint(4, (), ("late",))]
     assert stall_ms(TIMING, points, sizes) == 1, "the last copy takes a millisecond longer than the forward"
 
 
-def test_values_begin_to_come_as_late_as_the_queue_allows(slow):
+def test_prefetches_start_as_late_as_the_link_allows(slow):
     sizes = {"early": 1, "late": 1}
     points = schedule_prefetch(TIMING, sizes)
     assert points == [SyncPoint(0, ("early",), ()), SyncPoint(1, (), ("early",)), *later(2, "late")]
@@ -203,13 +202,13 @@ def later(node, name):
     return [SyncPoint(node, (name,), ()), SyncPoint(node + 1, (), (name,))]
 
 
-def test_many_values_share_few_stations(slow):
+def test_many_values_share_few_sync_points(slow):
     timing = PassTiming(starts_ms=list(range(101)), boundary={str(place): place for place in range(100)})
     assert len(schedule_offload(timing, dict.fromkeys(timing.boundary, 1))) <= 2 * offload_schedule.COPY_GROUPS
 
 
 class Queue:
-    """Moves that cost so many milliseconds each where they are alone, and ten times as many beside others."""
+    """Offload costs: the given milliseconds for a single value, and ten times as many for several."""
 
     def __init__(self, alone):
         self.alone = alone
@@ -219,7 +218,7 @@ class Queue:
 
 
 def candidates(again, moved):
-    """Values of a KiB, each of which can be computed again or moved in so many milliseconds."""
+    """Values of a KiB that can be recomputed or offloaded in the given milliseconds."""
     graph, queue = fx.Graph(), Queue(moved)
     kept = {name: SavedValue(graph.create_node("call_function", torch.relu, (), {}, name)) for name in again}
     for item in kept.values():
@@ -236,10 +235,10 @@ def candidates(again, moved):
     [
         ({"a": 5.0}, {"a": 1.0}, {"a"}),
         ({"a": 1.0}, {"a": 5.0}, set()),
-        ({"a": 5.0, "b": 5.0}, {"a": 1.0, "b": 2.0}, {"a"}),  # the second would wait behind the first
+        ({"a": 5.0, "b": 5.0}, {"a": 1.0, "b": 2.0}, {"a"}),  # the second copy would wait for the first
     ],
 )
-def test_the_cheapest_is_chosen_for_each_value(again, moved, names):
+def test_each_value_is_recomputed_or_offloaded_whichever_is_cheaper(again, moved, names):
     def predict(plan):
         assert not plan.packs_masks
         gone = plan.moved.union(node.name for node in plan.recomputed)

@@ -1,4 +1,4 @@
-"""ONNX Runtime's pool: the smallest piece that fits is handed out, neighbours join, and nothing is given back."""
+"""The model of ONNX Runtime's arena: best fit, merged neighbours, and shrinking."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def held(*sizes):
     return sum(size + size // UNIT_BYTES * TABLE_BYTES_PER_UNIT for size in sizes)
 
 
-def test_what_is_given_back_is_kept_and_used_again(arena):
+def test_a_freed_chunk_is_reused(arena):
     arena.allocate("a", 8 * KIB)
     arena.free("a")
     arena.allocate("b", 8 * KIB)
@@ -29,7 +29,7 @@ def test_sizes_are_rounded_up(arena):
     assert arena.held_bytes == held(UNIT_BYTES, 2 * UNIT_BYTES)
 
 
-def test_a_piece_is_cut_where_half_of_it_would_be_left_and_not_before(arena):
+def test_a_chunk_is_split_if_half_of_it_would_stay_unused(arena):
     arena.allocate("whole", 8 * KIB)
     arena.free("whole")
     arena.allocate("more than half", 5 * KIB)
@@ -41,7 +41,7 @@ def test_a_piece_is_cut_where_half_of_it_would_be_left_and_not_before(arena):
     assert arena.held_bytes == held(8 * KIB, 1 * KIB)
 
 
-def test_the_smallest_piece_that_fits_is_taken(arena):
+def test_the_smallest_chunk_that_fits_is_allocated(arena):
     for name, size in (("large", 6 * KIB), ("small", 4 * KIB)):
         arena.allocate(name, size)
     arena.free("large")
@@ -52,7 +52,7 @@ def test_the_smallest_piece_that_fits_is_taken(arena):
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
-def test_free_neighbours_join_again(arena, order):
+def test_free_neighbours_are_merged(arena, order):
     arena.allocate("whole", 8 * KIB)
     arena.free("whole")
     arena.allocate("a", 4 * KIB)
@@ -63,7 +63,7 @@ def test_free_neighbours_join_again(arena, order):
     assert arena.held_bytes == held(8 * KIB)
 
 
-def test_what_lasts_keeps_a_large_piece_from_being_used_again(arena):
+def test_a_live_chunk_keeps_its_region_from_being_reused_as_a_whole(arena):
     arena.allocate("large", 8 * KIB)
     arena.free("large")
     arena.allocate("lasting", 1 * KIB)
@@ -71,7 +71,7 @@ def test_what_lasts_keeps_a_large_piece_from_being_used_again(arena):
     assert arena.held_bytes == held(8 * KIB, 8 * KIB)
 
 
-def test_a_value_computed_in_place_of_another_takes_nothing(arena):
+def test_a_value_computed_in_place_allocates_nothing(arena):
     arena.allocate("a", 8 * KIB)
     arena.transfer("a", to="b")
     arena.free("b")
@@ -79,7 +79,7 @@ def test_a_value_computed_in_place_of_another_takes_nothing(arena):
     assert arena.held_bytes == held(8 * KIB)
 
 
-def test_only_what_is_free_as_a_whole_goes_back(arena):
+def test_shrinking_returns_only_regions_that_are_free_as_a_whole(arena):
     for name in ("free", "partly"):
         arena.allocate(name, 8 * KIB)
     arena.free("partly")
