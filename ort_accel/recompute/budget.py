@@ -34,7 +34,7 @@ Candidate = RecomputeSite | OffloadSite
 
 @dataclass(frozen=True)
 class Chosen:
-    """What becomes of the values that a forward would save."""
+    """A plan for the values that a forward would save."""
 
     recomputed: frozenset[fx.Node] = frozenset()
     moved: frozenset[str] = frozenset()

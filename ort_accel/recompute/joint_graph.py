@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from operator import mul
 
 import sympy
 import torch
 from torch import fx
+from torch._ops import OpOverload
+from torch.fx.node import Argument
 
 from ort_accel.graph.nodes import depends_on_data, is_part, is_random, is_size, is_view, returned, writes
 from ort_accel.graph.symbolic_sizes import expression
@@ -76,7 +78,7 @@ def is_recomputable(node: fx.Node) -> bool:
     target = node.target
     if is_part(node):
         return is_recomputable(producer(node))
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or is_size(node):
+    if node.op != "call_function" or not isinstance(target, OpOverload) or is_size(node):
         return False
     is_known = target.namespace in ("aten", "prims") or target.overloadpacket in ON_ROWS | LEAN
     if not is_known or is_random(node) or writes(node):
@@ -88,6 +90,13 @@ def symbolic_bytes(fake: torch.Tensor) -> int | sympy.Expr:
     """Returns the bytes of a tensor, as an expression if its sizes can change."""
     sizes = [expression(size) for size in fake.shape]
     return reduce(mul, sizes, fake.element_size())
+
+
+def insert_call(graph: fx.Graph, target: OpOverload, name: str, meta: Mapping[str, object], *args: Argument) -> fx.Node:
+    """Insert a call at the current position; its fake value is computed from those of its arguments."""
+    node = graph.create_node("call_function", target, args, {}, name)
+    node.meta = {**meta, "val": target(*fx.map_arg(args, lambda item: item.meta["val"]))}
+    return node
 
 
 def tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 from torch import fx
-from torch._ops import OpOverload
 
 from ort_accel.graph.nodes import is_size, is_view, returned
 from ort_accel.graph.symbolic_sizes import hinted_bytes
 from ort_accel.kernels.host_copies import own
 from ort_accel.recompute.cost import LAUNCH_MS, node_ms
-from ort_accel.recompute.joint_graph import backward_nodes, forward_nodes, is_tensor, output_owners, storage_owner
+from ort_accel.recompute.joint_graph import (
+    backward_nodes,
+    forward_nodes,
+    insert_call,
+    is_tensor,
+    output_owners,
+    storage_owner,
+)
 from ort_accel.recompute.offload_schedule import PassTiming, SyncPoint, schedule_offload, schedule_prefetch, stall_ms
 from ort_accel.recompute.saved_values import SavedValue, saved_values
 from ort_accel.recompute.split_joint_graph import Pair
@@ -142,9 +147,9 @@ def _insert_offloads(
         with graph.inserting_before(nodes[point.node]):
             for name in point.started:
                 value = pieces[name]
-                copies[name] = _call(graph, own.to_host.default, value.meta, f"{name}_on_host", value)
+                copies[name] = insert_call(graph, own.to_host.default, f"{name}_on_host", value.meta, value)
             for name in point.finished:
-                _call(graph, own.moved.default, {}, f"{name}_sent", copies[name], pieces[name])
+                insert_call(graph, own.moved.default, f"{name}_sent", {}, copies[name], pieces[name])
     for name, node in pieces.items():
         results.replace_input_with(node, copies[name])
     module.recompile()
@@ -162,9 +167,9 @@ def _insert_prefetches(
         with graph.inserting_before(nodes[point.node]):
             for name in point.started:
                 meta, device = inputs[name].meta, inputs[name].meta["val"].device
-                copies[name] = _call(graph, own.from_host.default, meta, f"{name}_back", on_host[name], device)
+                copies[name] = insert_call(graph, own.from_host.default, f"{name}_back", meta, on_host[name], device)
             for name in point.finished:
-                _call(graph, own.moved.default, {}, f"{name}_arrived", copies[name], on_host[name])
+                insert_call(graph, own.moved.default, f"{name}_arrived", {}, copies[name], on_host[name])
     for name in names:
         inputs[name].replace_all_uses_with(copies[name], lambda user: not is_size(user))
         inputs[name].replace_all_uses_with(on_host[name])
@@ -177,13 +182,6 @@ def _host_input(graph: fx.Graph, value: fx.Node) -> fx.Node:
     with graph.inserting_before(value):
         node = graph.placeholder(f"{value.name}_on_host")
     node.meta = {**value.meta, "val": own.to_host(value.meta["val"])}
-    return node
-
-
-def _call(graph: fx.Graph, target: OpOverload, meta: Mapping[str, Any], name: str, *args: Any) -> fx.Node:
-    node = graph.create_node("call_function", target, args, {}, name)
-    values = fx.map_arg(args, lambda item: item.meta["val"])
-    node.meta = {**meta, "val": target(*values)}
     return node
 
 

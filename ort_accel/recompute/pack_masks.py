@@ -7,17 +7,15 @@ the time that drawing it does.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from ort_accel.graph.memory_layout import is_plain
 from ort_accel.graph.nodes import bytes_made, depends_on_data, half_of, is_size, size_arguments
 from ort_accel.kernels.bit_mask import is_of_bits, own
 from ort_accel.recompute.cost import node_ms
-from ort_accel.recompute.joint_graph import backward_nodes, is_tensor, output_owners, storage_owner
+from ort_accel.recompute.joint_graph import backward_nodes, insert_call, is_tensor, output_owners, storage_owner
 from ort_accel.recompute.saved_values import saved_values
 
 LEAST_BYTES = 1 << 16
@@ -52,9 +50,9 @@ def pack_masks(joint: fx.Graph, num_outputs: int) -> None:
         first = min(readers, key=backward.__getitem__)
         with joint.inserting_before(mask.next):
             sizes = size_arguments(joint, mask, mask.meta["val"].shape)
-            bits = _call(joint, own.to_bits.default, mask, f"{mask.name}_bits", mask)
+            bits = insert_call(joint, own.to_bits.default, f"{mask.name}_bits", _origin(mask), mask)
         with joint.inserting_before(first):
-            unpacked = _call(joint, own.from_bits.default, first, f"{mask.name}_again", bits, sizes)
+            unpacked = insert_call(joint, own.from_bits.default, f"{mask.name}_again", _origin(first), bits, sizes)
         for reader in readers:
             reader.replace_input_with(mask, unpacked)
 
@@ -75,10 +73,7 @@ def _is_mask(node: fx.Node) -> bool:
     return is_bool_on_cpu and is_plain(value) and not depends_on_data(node)
 
 
-def _call(joint: fx.Graph, target: OpOverload, neighbour: fx.Node, name: str, *args: Any) -> fx.Node:
-    """Insert a call into the pass that another node belongs to."""
-    node = joint.create_node("call_function", target, args, {}, name)
-    node.meta = {"val": target(*fx.map_arg(args, lambda item: item.meta["val"]))} | half_of(neighbour)
-    if trace := neighbour.meta.get("stack_trace"):
-        node.meta["stack_trace"] = trace
-    return node
+def _origin(node: fx.Node) -> dict[str, str]:
+    """Returns the meta that says which pass and which line of the model a node belongs to."""
+    trace = node.meta.get("stack_trace")
+    return half_of(node) | ({"stack_trace": trace} if trace else {})

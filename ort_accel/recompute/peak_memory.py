@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from math import inf
-from typing import Any
 
 from torch import fx
+from torch.fx.node import Argument
 
 from ort_accel.executor.ort_segment import lie_in_pool
 from ort_accel.executor.reuse_operands import is_own, replaceable
@@ -44,7 +44,7 @@ UPDATE_TEMPORARIES = 2
 
 @dataclass(frozen=True)
 class Holding:
-    """How the memory pools behave during a step."""
+    """Behaviour of the memory pools during a step."""
 
     shrinks: bool = False
     """ONNX Runtime's arena is shrunk after the forward and after the backward."""
@@ -152,7 +152,7 @@ def predict_step(
     return step
 
 
-def _offloaded_originals(results: Iterable[Any], backward: fx.Graph) -> dict[str, str]:
+def _offloaded_originals(results: Iterable[Argument], backward: fx.Graph) -> dict[str, str]:
     """Returns the offloaded values by their own names and by the names of their prefetched copies."""
     on_host = [node for node in results if isinstance(node, fx.Node) and is_on_host(node)]
     originals = {node.name: storage_owner(node.all_input_nodes[0]).name for node in on_host}
@@ -161,7 +161,7 @@ def _offloaded_originals(results: Iterable[Any], backward: fx.Graph) -> dict[str
     return {name: name for name in originals.values()} | copies
 
 
-def _packed_originals(results: Iterable[Any]) -> dict[str, str]:
+def _packed_originals(results: Iterable[Argument]) -> dict[str, str]:
     """Returns the masks by the names of their packed bits."""
     packed = [node for node in results if isinstance(node, fx.Node) and node.target is bits.to_bits.default]
     return {node.name: storage_owner(node.all_input_nodes[0]).name for node in packed}

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import fx
@@ -25,7 +24,7 @@ from ort_accel.recompute.pack_masks import has_masks, packed_bytes, packing_ms
 from ort_accel.recompute.peak_memory import Cutter, Holding, StepMemory, predict_step
 from ort_accel.recompute.plans import PlanOption, Probe, RecomputeSite, find_plans, match_plans
 from ort_accel.recompute.saved_values import saved_values, total_bytes
-from ort_accel.recompute.split_joint_graph import Pair, split_copy, split_joint_graph
+from ort_accel.recompute.split_joint_graph import Pair, copy_joint_graph, split_joint_graph
 from ort_accel.recompute.transformer_layers import Layers, find_layers, layer_indices
 from ort_accel.reporting import GraphMemory, Peak, PlanKind, Report
 
@@ -36,11 +35,11 @@ OFFLOAD_FEATURE = "memory.offload"
 LOG = logging.getLogger("ort_accel")
 
 NO_LAYERS = (
-    "no transformer layer was found (a norm around an attention whose input or output is added again), so memory.level "
-    "{level} has no borders to compute from and keeps everything"
+    "no transformer layer was found (a norm around an attention with a residual connection), so memory.level {level} "
+    "recomputes nothing"
 )
 
-CHEAP_EFFECT = "auto: norms, activations and arithmetic are computed again, which costs next to nothing"
+CHEAP_EFFECT = "auto: norms, activations and arithmetic are recomputed, which costs little"
 
 LEAST_BYTES_PER_MS = 4e6
 """Cheap operators are recomputed by default if that frees this many bytes for a millisecond of the cost model."""
@@ -81,27 +80,33 @@ class Recompute:
         self._level = 0 if memory.level == "auto" else memory.level
         self._plans = read_plan_file(memory.plan_file) if memory.plan_file is not None else join_plans(memory.plans)
 
-    def partition(self, joint: fx.GraphModule, inputs: Sequence[Any], graph: str, **options: Any) -> Pair:
+    def partition(
+        self, joint: fx.GraphModule, inputs: Sequence[object], graph: str, *, num_fwd_outputs: int, **options: object
+    ) -> Pair:
         """Split a joint graph into forward and backward by a plan, which is recorded in the report."""
-        num_outputs = options["num_fwd_outputs"]
+
+        def split(module: fx.GraphModule, recomputed: Collection[fx.Node], packs_masks: bool) -> Pair:
+            return split_joint_graph(
+                module, inputs, recomputed, packs_masks, num_fwd_outputs=num_fwd_outputs, **options
+            )
 
         @cache
         def predict(plan: Chosen) -> StepMemory:
-            pair = split_copy(joint, inputs, plan.recomputed, plan.packs_masks, **options)
-            offloaded = insert_offload(pair, num_outputs, plan.moved)
-            overhead_ms = offloaded.cost_ms + packing_ms(pair)
-            step = predict_step(*pair, num_outputs, self._cutter, self._holding)
+            copy, copied = copy_joint_graph(joint, plan.recomputed)
+            pair = split(copy, copied, plan.packs_masks)
+            overhead_ms = insert_offload(pair, num_fwd_outputs, plan.moved).cost_ms + packing_ms(pair)
+            step = predict_step(*pair, num_fwd_outputs, self._cutter, self._holding)
             step.overhead_ms = overhead_ms
             return step
 
-        candidates = Movable(joint.graph, num_outputs) if self._memory.offload else None
+        candidates = Movable(joint.graph, num_fwd_outputs) if self._memory.offload else None
         plan = self._choose(joint.graph, graph, predict, candidates)
-        pair = split_joint_graph(joint, inputs, plan.recomputed, plan.packs_masks, **options)
+        pair = split(joint, plan.recomputed, plan.packs_masks)
         record = self._report.memory[graph]
         record.stash = total_bytes(saved_values(joint.graph))
         record.bits, record.masks = packed_bytes(joint.graph)
         if candidates is not None:
-            self._offload(pair, num_outputs, plan.moved, candidates, record)
+            self._offload(pair, num_fwd_outputs, plan.moved, candidates, record)
         return pair
 
     def _choose(self, joint: fx.Graph, name: str, predict: Predict, candidates: Movable | None) -> Chosen:
@@ -156,7 +161,7 @@ class Recompute:
         if moved:
             self._report.applied(OFFLOAD_FEATURE, f"{moved / 2**20:,.1f} MiB go to host memory and back in every step")
         else:
-            self._report.off(OFFLOAD_FEATURE, "nothing is moved: the budget is kept at less cost without")
+            self._report.off(OFFLOAD_FEATURE, "nothing is moved: recompute alone keeps the budget at less cost")
 
     def _probe(self) -> Probe:
         decides = self._level or self._memory.budget is not None

@@ -73,7 +73,7 @@ class PlanOption:
 
 @dataclass(frozen=True)
 class Probe:
-    """How far plans are searched for."""
+    """Extent of the search for plans."""
 
     advanced: bool
     within_layers: bool

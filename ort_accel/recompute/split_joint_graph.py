@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from functorch.compile import default_partition
 from torch import fx
@@ -20,10 +19,12 @@ Pair = tuple[fx.GraphModule, fx.GraphModule]
 
 def split_joint_graph(
     joint: fx.GraphModule,
-    inputs: Sequence[Any],
+    inputs: Sequence[object],
     recomputed: Collection[fx.Node] = (),
     packs_masks: bool = False,
-    **options: Any,
+    *,
+    num_fwd_outputs: int,
+    **options: object,
 ) -> Pair:
     """Split a joint graph, which is changed. Views and the given operators are recomputed rather than saved."""
     for node in joint.graph.find_nodes(op="placeholder"):
@@ -31,8 +32,8 @@ def split_joint_graph(
             node.meta[LASTS] = True
     insert_recompute(joint.graph, recomputed)
     if packs_masks:
-        pack_masks(joint.graph, options["num_fwd_outputs"])
-    forward, backward = default_partition(joint, inputs, **options)
+        pack_masks(joint.graph, num_fwd_outputs)
+    forward, backward = default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
     backward.graph.eliminate_dead_code(_has_side_effect)
     return forward, backward
 
@@ -42,15 +43,8 @@ def _has_side_effect(node: fx.Node) -> bool:
     return node.is_impure() and not is_random(node)
 
 
-def split_copy(
-    joint: fx.GraphModule,
-    inputs: Sequence[Any],
-    recomputed: Collection[fx.Node] = (),
-    packs_masks: bool = False,
-    **options: Any,
-) -> Pair:
-    """Split a copy of a joint graph, which stays as it is."""
+def copy_joint_graph(joint: fx.GraphModule, nodes: Collection[fx.Node] = ()) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """Returns a copy of a joint graph, and the copies of these nodes."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(joint.graph, copies)).meta = dict(joint.graph.output_node().meta)
-    copied = [copies[node] for node in recomputed]
-    return split_joint_graph(fx.GraphModule(joint, graph), inputs, copied, packs_masks, **options)
+    return fx.GraphModule(joint, graph), [copies[node] for node in nodes]
