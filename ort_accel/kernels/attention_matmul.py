@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ort_accel.kernels.attention_dense import How
-from ort_accel.kernels.attention_packed import PAIRS_OF_A_THREAD
+from ort_accel.kernels.attention_packed import PAIRS_PER_THREAD
 from ort_accel.memory.heap_tensors import unfilled
 from ort_accel.runtime.dlpack import to_ort
 from ort_accel.runtime.sessions import Run, Sessions
@@ -134,7 +134,7 @@ class AttentionProducts:
         return self._made[wanted]
 
     def _tiles(self, query: Tensor, key: Tensor, is_causal: bool) -> Iterator[_Tile]:
-        most = PAIRS_OF_A_THREAD * self._sessions.settings.threads
+        most = PAIRS_PER_THREAD * self._sessions.settings.threads
         samples, heads, queries = query.shape[:3]
         key_heads, keys = key.shape[1:3]
         shared = heads // key_heads
