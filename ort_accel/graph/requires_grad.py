@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-_MARK = "has_gradient"
+from ort_accel.graph.meta_keys import HAS_GRADIENT
 
 _CUT = {torch.ops.aten.detach.default, torch.ops.aten.detach_.default}
 
@@ -20,17 +20,17 @@ def mark_gradients(graph: fx.Graph, inputs: Sequence[Any]) -> None:
     for node in graph.nodes:
         if node.op == "placeholder":
             value = next(given)
-            node.meta[_MARK] = isinstance(value, Tensor) and value.requires_grad
+            node.meta[HAS_GRADIENT] = isinstance(value, Tensor) and value.requires_grad
         elif node.target is torch._C._set_grad_enabled:
             enabled = bool(node.args[0])
         else:
             follows = enabled and node.target not in _CUT and any(map(has_gradient, node.all_input_nodes))
-            node.meta[_MARK] = follows and _is_floating(node.meta.get("val"))
+            node.meta[HAS_GRADIENT] = follows and _is_floating(node.meta.get("val"))
 
 
 def has_gradient(node: fx.Node) -> bool:
     """Whether a node's value has a gradient."""
-    return bool(node.meta.get(_MARK))
+    return bool(node.meta.get(HAS_GRADIENT))
 
 
 def is_cut_off(node: fx.Node) -> bool:

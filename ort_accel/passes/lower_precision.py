@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_accel.graph.meta_keys import PARTITIONER_TAG, RECOMPUTE
 from ort_accel.graph.nodes import is_view
 from ort_accel.passes.remove_redundant_casts import CAST, fixed_in, same_views, views_behind
 
@@ -86,7 +87,7 @@ class _Mover:
         return sum(self._compute_narrow(node) for node in found if wanted(node))
 
     def _may_move(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or "recompute" in node.meta:
+        if node.op != "call_function" or RECOMPUTE in node.meta:
             return False
         if not (node.target in self._allowed or node.target in COPIES):
             return False
@@ -135,7 +136,7 @@ class _Mover:
             return same_views(self._graph, *found)
         with self._graph.inserting_before(reader):
             cast = self._graph.call_function(CAST, (item,), {"dtype": self._narrow})
-        cast.meta = {name: reader.meta[name] for name in ("partitioner_tag", "stack_trace") if name in reader.meta}
+        cast.meta = {name: reader.meta[name] for name in (PARTITIONER_TAG, "stack_trace") if name in reader.meta}
         cast.meta["val"] = item.meta["val"].to(self._narrow)
         return cast
 

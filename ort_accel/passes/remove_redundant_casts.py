@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_accel.graph.meta_keys import PARTITIONER_TAG, RECOMPUTE
 from ort_accel.graph.nodes import is_part, is_view, writes
 from ort_accel.graph.symbolic_sizes import expression
 
@@ -41,7 +42,7 @@ def _casts(graph: fx.Graph, fixed: set[fx.Node]) -> list[fx.Node]:
         for node in graph.find_nodes(op="call_function", target=CAST)
         if set(node.kwargs) <= {"dtype", "layout", "device"}
         and node.meta["val"].device == node.args[0].meta["val"].device
-        and "recompute" not in node.meta
+        and RECOMPUTE not in node.meta
         and fixed.isdisjoint([node, *seen_in(node)])
     ]
 
@@ -51,7 +52,7 @@ def _share(graph: fx.Graph, fixed: set[fx.Node]) -> int:
     first: dict[Any, fx.Node] = {}
     count = 0
     for node in _casts(graph, fixed):
-        key = (node.args[0], node.meta["val"].dtype, node.meta.get("partitioner_tag"))
+        key = (node.args[0], node.meta["val"].dtype, node.meta.get(PARTITIONER_TAG))
         if first.setdefault(key, node) is not node:
             node.replace_all_uses_with(first[key])
             graph.erase_node(node)

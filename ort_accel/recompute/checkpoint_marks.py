@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ort_accel.graph.meta_keys import CHECKPOINT_REGION, RECOMPUTE
 from ort_accel.recompute.joint_graph import can_be_repeated, forward_nodes, inputs_of, is_lasting, owner, whole
 
-MARK, REGION = "recompute", "ac_graph_id"
 AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
@@ -29,20 +29,22 @@ class Marks:
 
 def mark(node: fx.Node, region: int) -> None:
     """Say of an operator that the backward is to compute it again. Regions that come later have larger numbers."""
-    node.meta[MARK], node.meta[REGION] = CheckpointPolicy.PREFER_RECOMPUTE, region
+    node.meta[RECOMPUTE], node.meta[CHECKPOINT_REGION] = CheckpointPolicy.PREFER_RECOMPUTE, region
 
 
 def take_marks(joint: fx.Graph) -> Marks:
     """The marks of a joint graph, which is without them afterwards."""
-    marked = [node for node in forward_nodes(joint) if node.meta.get(MARK) in AGAIN]
+    marked = [node for node in forward_nodes(joint) if node.meta.get(RECOMPUTE) in AGAIN]
     again = {whole(node) for node in marked if can_be_repeated(whole(node)) and not _reads_changed(whole(node))}
     for node in marked:
-        region = node.meta.get(REGION, 0)
-        if any(user.meta.get(MARK) in AGAIN and user.meta.get(REGION, 0) > region for user in node.users):
+        region = node.meta.get(CHECKPOINT_REGION, 0)
+        if any(
+            user.meta.get(RECOMPUTE) in AGAIN and user.meta.get(CHECKPOINT_REGION, 0) > region for user in node.users
+        ):
             again.discard(whole(node))
     borders = {whole(owner(item)) for node in again for item in inputs_of(node)} - again
     for node in joint.nodes:
-        node.meta.pop(MARK, None)
+        node.meta.pop(RECOMPUTE, None)
     return Marks(again, borders)
 
 

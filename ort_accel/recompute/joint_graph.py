@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_accel.graph.meta_keys import PARTITIONER_TAG
 from ort_accel.graph.nodes import depends_on_data, is_part, is_random, is_size, is_view, writes
 from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.kernels.attention_slim import LEAN
@@ -22,7 +23,7 @@ Bytes = Any
 def backward_nodes(joint: fx.Graph) -> list[fx.Node]:
     """The nodes behind the last one of the forward, as the partition sees it."""
     nodes = list(joint.nodes)
-    ends = [index for index, node in enumerate(nodes) if node.meta.get("partitioner_tag") == "is_forward"]
+    ends = [index for index, node in enumerate(nodes) if node.meta.get(PARTITIONER_TAG) == "is_forward"]
     first = max(ends, default=-1) + 1
     return [node for node in nodes[first:] if node.op == "call_function"]
 

@@ -8,8 +8,8 @@ from typing import Any
 from functorch.compile import default_partition
 from torch import fx
 
+from ort_accel.graph.meta_keys import OUTLIVES_GRAPH
 from ort_accel.graph.nodes import is_random
-from ort_accel.partition.delay_large_values import LASTS
 from ort_accel.recompute.insert_recompute import compute_again
 from ort_accel.recompute.joint_graph import is_lasting
 from ort_accel.recompute.pack_masks import keep_bits
@@ -25,7 +25,7 @@ def partition(
     masks their bits alone, if that is wanted."""
     for node in joint.graph.find_nodes(op="placeholder"):
         if is_lasting(node):
-            node.meta[LASTS] = True
+            node.meta[OUTLIVES_GRAPH] = True
     compute_again(joint.graph, chosen)
     if as_bits:
         keep_bits(joint.graph, how["num_fwd_outputs"])
