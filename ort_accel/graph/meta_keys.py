@@ -12,6 +12,9 @@ RUNS_AFTER = "behind"
 OUTLIVES_GRAPH = "lasts"
 """The graph input occupies memory whether any node reads it or not, as parameters do."""
 
+CAST_OF = "cast of"
+"""The graph input holds the cast of the weight that is the input of this name."""
+
 RECOMPUTE = "recompute"
 """PyTorch's key: the `CheckpointPolicy` of an operator within an activation checkpoint."""
 

@@ -17,7 +17,7 @@ from ort_accel.graph.nodes import fakes_in
 from ort_accel.graph.symbolic_sizes import hinted_elements
 from ort_accel.lowering.onnx_graph import HALVES
 from ort_accel.partition.powers import is_long_power
-from ort_accel.passes.fuse.cross_entropy import JOINED
+from ort_accel.passes.fuse_cross_entropy import JOINED
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from ort_accel.graph.symbolic_sizes import hint, hinted_elements
 from ort_accel.kernels.attention_packed import pairs_at_once
 from ort_accel.kernels.attention_slim import LEAN
 from ort_accel.kernels.packed_rows import own
-from ort_accel.passes.fuse.cross_entropy import JOINED
+from ort_accel.passes.fuse_cross_entropy import JOINED
 from ort_accel.reporting import Runner
 
 aten = torch.ops.aten

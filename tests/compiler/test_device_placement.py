@@ -11,7 +11,7 @@ import ort_accel
 from ort_accel.compiler import device_placement
 from ort_accel.compiler.backend import Backend
 from ort_accel.compiler.device_placement import device_of, place_for
-from ort_accel.compiler.runtime_settings import session_settings
+from ort_accel.compiler.settings import resolve, session_settings
 from ort_accel.config import load_config
 from ort_accel.errors import ConfigError, OrtAccelError
 from ort_accel.reporting import Report, State
@@ -125,9 +125,10 @@ def test_memory_is_not_shared_where_that_is_switched_off(runtime):
 
 
 def test_the_report_says_so(runtime, monkeypatch):
-    monkeypatch.setattr("ort_accel.compiler.backend.chosen_runtime", lambda _: runtime)
+    monkeypatch.setattr("ort_accel.compiler.settings.chosen_runtime", lambda _: runtime)
     report = Report()
-    Backend(config(engine={"provider": "cuda", "provider_options": {"use_tf32": 0}}), report, GPU)
+    wish = config(engine={"provider": "cuda", "provider_options": {"use_tf32": 0}})
+    Backend(resolve(wish, GPU), report)
     found = report.features
     assert "CUDA device 0" in found["engine"].effect
     assert found["engine.provider_options"].effect == "use_tf32 0"
@@ -153,7 +154,7 @@ def test_a_model_that_was_moved_after_it_was_set_up_is_told_so():
     with FakeTensorMode():
         graph = torch.fx.symbolic_trace(nn.ReLU())
         with pytest.raises(OrtAccelError, match=r"set up for the CPU and is called with tensors on cuda:0; move it"):
-            Backend(config(), Report())(graph, [torch.empty(2, device="cuda:0")])
+            Backend(resolve(config()), Report())(graph, [torch.empty(2, device="cuda:0")])
 
 
 def test_each_cuda_device_has_a_pool_whose_limit_is_that_of_the_options(runtime):

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import ort_accel
-from ort_accel.compiler import backend
+from ort_accel.compiler import step_watchers
 
 
 def given_back(monkeypatch: pytest.MonkeyPatch, keeps: bool, config: dict[str, object]) -> list[int]:
     """How often memory had been given back when each of several steps was over."""
     calls: list[None] = []
-    monkeypatch.setattr(backend, "keep_freed_blocks", lambda: keeps)
-    monkeypatch.setattr(backend, "return_free_memory", lambda: calls.append(None))
+    monkeypatch.setattr(step_watchers, "keep_freed_blocks", lambda: keeps)
+    monkeypatch.setattr(step_watchers, "return_free_memory", lambda: calls.append(None))
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
     ort_accel.accelerate(model, {"observe": {"log_level": "error"}} | config)
     after = []

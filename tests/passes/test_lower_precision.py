@@ -9,9 +9,12 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ort_accel
+from ort_accel.config.sections.precision import CastPropagation
 from ort_accel.errors import ConfigError
-from ort_accel.passes.lower_precision import MOVABLE, move_casts
-from ort_accel.passes.remove_redundant_casts import CAST, propagate_casts
+from ort_accel.passes.common import CAST
+from ort_accel.passes.lower_precision import MOVABLE, lower_precision
+from ort_accel.passes.options import PassOptions
+from ort_accel.passes.remove_redundant_casts import remove_redundant_casts
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 STRATEGIES = ["flood_fill", "insert_and_reduce"]
@@ -21,8 +24,9 @@ X = torch.linspace(-3, 3, 24).reshape(4, 6)
 def moved(function, *inputs, allow=(), strategy="flood_fill"):
     """The graph after moving, how many were moved, and the types that each operator gives."""
     module = make_fx(function, tracing_mode="fake")(*inputs)
-    count = move_casts(module.graph, allow, strategy)
-    propagate_casts(module.graph)
+    options = PassOptions(casts=CastPropagation(level=2, allow=allow, strategy=strategy))
+    count = lower_precision(module.graph, options)
+    remove_redundant_casts(module.graph, PassOptions())
     module.graph.lint()
     module.recompile()
     results = module(*inputs)
@@ -98,8 +102,8 @@ def test_copies_move_by_themselves_and_keep_every_bit():
         return [x.float().t().clone(memory_format=torch.contiguous_format).to(BF16).sin()]
 
     module = make_fx(function, tracing_mode="fake")(X.to(BF16))
-    assert move_casts(module.graph, (), "flood_fill") == 1
-    propagate_casts(module.graph)
+    assert lower_precision(module.graph, PassOptions(casts=CastPropagation(level=2))) == 1
+    remove_redundant_casts(module.graph, PassOptions())
     module.recompile()
     assert torch.equal(module(X.to(BF16))[0], function(X.to(BF16))[0])
     assert not module.graph.find_nodes(op="call_function", target=CAST)

@@ -10,7 +10,9 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ort_accel
-from ort_accel.passes.remove_redundant_casts import CAST, propagate_casts
+from ort_accel.passes.common import CAST
+from ort_accel.passes.options import PassOptions
+from ort_accel.passes.remove_redundant_casts import remove_redundant_casts
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -27,7 +29,7 @@ def left_after(function, *inputs) -> int:
     """How many casts are left; the results are the same bits."""
     module = traced(function, *inputs)
     before = casts(module)
-    count = propagate_casts(module.graph)
+    count = remove_redundant_casts(module.graph, PassOptions())
     module.graph.lint()
     module.recompile()
     given, expected = module(*(item.clone() for item in inputs)), function(*(item.clone() for item in inputs))
@@ -71,7 +73,7 @@ def test_a_cast_that_rounds_stays(function, given):
 
 def test_results_keep_memory_of_their_own():
     module = traced(lambda x: [x.to(BF16), x.to(BF16), x.to(F32).to(F32)], X)
-    propagate_casts(module.graph)
+    remove_redundant_casts(module.graph, PassOptions())
     module.recompile()
     results = module(X)
     assert len({result.data_ptr() for result in results}) == 3

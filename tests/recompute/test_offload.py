@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ort_accel
-from ort_accel.compiler import backend
+from ort_accel.compiler import settings
 from ort_accel.errors import OrtAccelError
 from ort_accel.kernels import host_copies
 from ort_accel.observe.memory import render_memory
@@ -63,7 +63,7 @@ def late(monkeypatch):
     """Models on the CPU may move values, however small, as on a device whose memory ONNX Runtime and PyTorch share."""
     memory = LateMemory()
     monkeypatch.setattr(host_copies, "host_memory", lambda _: memory)
-    monkeypatch.setattr(backend, "place_for", lambda *_: device.Place(torch_memory=True))
+    monkeypatch.setattr(settings, "place_for", lambda *_: device.Place(torch_memory=True))
     monkeypatch.setattr(offload, "LEAST_BYTES", 1)
     return memory
 

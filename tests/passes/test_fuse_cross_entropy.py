@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import ort_accel
-from ort_accel.passes.fuse.cross_entropy import JOINED, pooled_cross_entropy_gradient
+from ort_accel.passes.fuse_cross_entropy import JOINED, pooled_cross_entropy_gradient
 
 aten = torch.ops.aten
 

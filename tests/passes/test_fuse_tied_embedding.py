@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import ort_accel
-from ort_accel.passes.fuse.tied_embedding import ONTO, add_embedding_gradient, fuse_tied_embedding
+from ort_accel.passes.fuse_tied_embedding import ONTO, add_embedding_gradient, fuse_tied_embedding
+from ort_accel.passes.options import PassOptions
 from tests.against_eager import assert_step_as_eager
 
 COUNT, WIDTH = 30, 8
@@ -77,7 +78,7 @@ LEFT = {
 @pytest.mark.parametrize("name", JOINED)
 def test_sums_are_joined(name: str) -> None:
     graph = traced(JOINED[name])
-    assert fuse_tied_embedding(graph) == 1 + (name == "twice")
+    assert fuse_tied_embedding(graph, PassOptions()) == 1 + (name == "twice")
     graph.lint()
     assert not graph.find_nodes(op="call_function", target=aten.add.Tensor)
 
@@ -85,7 +86,7 @@ def test_sums_are_joined(name: str) -> None:
 @pytest.mark.parametrize("name", LEFT)
 def test_others_are_left(name: str) -> None:
     graph = traced(LEFT[name])
-    assert fuse_tied_embedding(graph) == 0
+    assert fuse_tied_embedding(graph, PassOptions()) == 0
     assert not graph.find_nodes(op="call_function", target=ONTO)
 
 

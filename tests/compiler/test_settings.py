@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ort_accel.compiler.runtime_settings import OPSET, chosen_runtime, opset, session_settings
+from ort_accel.compiler.settings import NEWEST_OPSET, chosen_runtime, opset, session_settings
 from ort_accel.config import load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.runtime.installed_ort import installed_runtime
@@ -41,5 +41,5 @@ def test_determinism_follows_pytorch_unless_named():
 
 
 def test_the_operator_set_is_the_newest_that_both_know():
-    assert opset(config(), installed_runtime()) == min(OPSET, installed_runtime().newest_opset)
+    assert opset(config(), installed_runtime()) == min(NEWEST_OPSET, installed_runtime().newest_opset)
     assert opset(config(opset=18), installed_runtime()) == 18
