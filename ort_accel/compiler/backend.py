@@ -23,7 +23,7 @@ from ort_accel.compiler.compile_graph import foreseen
 from ort_accel.compiler.features import record_features, record_settings
 from ort_accel.compiler.lowering import lowering_for
 from ort_accel.compiler.refusals import is_on_meta, refuse_forbidden, refuse_moved
-from ort_accel.compiler.row_dispatch import SkippingPolicy
+from ort_accel.compiler.row_dispatch import RowSkippingPolicy
 from ort_accel.compiler.settings import Settings, resolve
 from ort_accel.compiler.skip_rows import RowSkippingCompiler
 from ort_accel.compiler.step_watchers import CompilerMemory, density_inspector, memory_watch, report_file
@@ -61,7 +61,7 @@ class Backend:
         self.policy = FallbackPolicy(config, report)
         self.compiler_memory = CompilerMemory(settings)
         self.lowering = lowering_for(settings, report, self.policy.failed, self.compiler_memory.compiled)
-        self.skipping = SkippingPolicy(config, report, settings.sees_steps)
+        self.skipping = RowSkippingPolicy(config, report, settings.sees_steps)
         self.evaluation = _evaluation(settings, report)
         self.comparison = EagerComparison(config, report, settings.place.device, sees_steps=settings.sees_steps)
         self.foreseen = Foreseen()

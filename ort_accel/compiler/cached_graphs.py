@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import fx
 
 from ort_accel.compiler.autograd_graphs import CompiledGraph
-from ort_accel.compiler.row_dispatch import Skipping, SkippingPolicy, hints
+from ort_accel.compiler.row_dispatch import RowDispatch, RowSkippingPolicy, hints
 from ort_accel.compiler.settings import Settings
 from ort_accel.graph_cache.aot_results import has_records, results_can_be_kept
 from ort_accel.graph_cache.store import SUFFIX, Kept, KeptGraphs, Making, parts_of, shapes
@@ -19,7 +19,7 @@ class CachedGraphs:
     """The compiled graphs of one model that a folder keeps."""
 
     def __init__(
-        self, store: KeptGraphs, policy: SkippingPolicy, report: Report, objects: Callable[[], Mapping[str, object]]
+        self, store: KeptGraphs, policy: RowSkippingPolicy, report: Report, objects: Callable[[], Mapping[str, object]]
     ) -> None:
         """`objects` returns the objects of this process that a kept graph refers to, by name."""
         self._store, self._policy, self._report, self._objects = store, policy, report, objects
@@ -34,7 +34,7 @@ class CachedGraphs:
             kept = self._store.get(f"{name}-{variant}", {**self._objects(), **parts_of(module)})
             if kept is None:
                 continue
-            if isinstance(kept.run, Skipping) and len(self._policy.variants) > 1:
+            if isinstance(kept.run, RowDispatch) and len(self._policy.variants) > 1:
                 self._policy.wants_compact(kept.run.proposal, kept.run.proposal.front(hints(inputs)))
             if variant == self._policy.variants[0]:
                 return kept if self._store.take(kept, shapes()) else None
@@ -59,7 +59,7 @@ def can_cache(settings: Settings) -> bool:
 
 
 def cached_graphs(
-    settings: Settings, policy: SkippingPolicy, report: Report, objects: Callable[[], Mapping[str, object]]
+    settings: Settings, policy: RowSkippingPolicy, report: Report, objects: Callable[[], Mapping[str, object]]
 ) -> CachedGraphs | None:
     """Returns the kept graphs of a model; None if none are kept."""
     folder = settings.config.engine.cache_dir

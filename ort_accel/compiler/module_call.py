@@ -52,7 +52,7 @@ class Compiled:
         self._open_sizes = OpenSizes(backend.foreseen) if backend.config.engine.dynamic_shapes == "auto" else None
         self._breaks = GraphBreaks()
         self._checks = Checks(backend.report) if backend.config.engine.skip_checks else None
-        self._python = LeftToPython(backend.policy.not_compiled)
+        self._left_to_python = LeftToPython(backend.policy.not_compiled)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         if torch.compiler.is_compiling() or forward_ad._current_level >= 0:  # graphs have no forward-mode AD
@@ -81,7 +81,7 @@ class Compiled:
         with (
             capturing(),
             graph_breaks_in(backend.report, self._breaks, backend.policy.check),
-            self._python.watched(),
+            self._left_to_python.watched(),
         ):
             mode = backend.skipping.mode
             compiled = self._compiled(mode)
@@ -123,14 +123,14 @@ class Compiled:
         result = self._plain(*args, **kwargs)
         self._backend.skipping.refused(failure.fault)
         self._backend.policy.not_compiled(f"a call of {self._name}", failure.fault, line_of_fault(failure.fault))
-        self._python.leave(failure.code)
+        self._left_to_python.leave(failure.code)
         return result
 
     def _compiled(self, mode: Mode | None) -> Callable[..., object]:
         """Returns the function that is compiled for a mode; those for other modes are kept."""
         if mode not in self._calls:
             entry = own_entry(self._plain, self._name)
-            self._python.begins_at(entry.__code__)
+            self._left_to_python.begins_at(entry.__code__)
             finalize(entry, forget, entry.__code__, ref(self._backend)).atexit = False
             self._calls[mode] = torch.compile(entry, backend=self._backend, dynamic=_dynamic(self._backend))
         return self._calls[mode]

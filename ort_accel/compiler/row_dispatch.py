@@ -48,7 +48,7 @@ class Mode(NamedTuple):
 
 
 @dataclass
-class SkippingPolicy:
+class RowSkippingPolicy:
     """Decides between smaller and whole graphs for a model, from the rows that count in its batches."""
 
     config: Config
@@ -61,7 +61,7 @@ class SkippingPolicy:
     _needed: float = 0.0
     """Moving averages of the floating point operations of all rows, and of the rows that count."""
     _compact: bool | None = None
-    _weighed: int = 0
+    _since_decision: int = 0
     """Batches since the last decision."""
     _batches: int = 0
     _ran_compact: int = 0
@@ -111,31 +111,31 @@ class SkippingPolicy:
 
     def wants_compact(self, proposal: Proposal, batch: Batch) -> bool:
         """True if the smaller graph is to be compiled now; the first batch decides."""
-        self._insist(proposal)
+        self._refuse_impossible(proposal)
         if self._compact is None:
-            self._weigh(proposal, batch)
+            self._count_work(proposal, batch)
         return bool(self._compact)
 
-    def _insist(self, proposal: Proposal) -> None:
+    def _refuse_impossible(self, proposal: Proposal) -> None:
         """Raise if a feature that is set to true cannot leave rows out of a training graph."""
         kinds = kinds_of(proposal.plan)
-        for feature in self._insisted():
+        for feature in self._required_features():
             if not kinds[feature]:
                 raise OrtAccelError(_impossible(feature, proposal.why_whole))
 
-    def _weigh(self, proposal: Proposal, batch: Batch) -> None:
+    def _count_work(self, proposal: Proposal, batch: Batch) -> None:
         """Count the work that a batch needs, and decide anew if it is time."""
         self._work = DECAY * self._work + proposal.work
         self._needed = DECAY * self._needed + proposal.needed(batch)
-        self._weighed += 1
-        if self._compact is None or self._weighed >= DECIDE_EVERY_BATCHES:
+        self._since_decision += 1
+        if self._compact is None or self._since_decision >= DECIDE_EVERY_BATCHES:
             always = True in (self.config.density.labels, self.config.density.padding)
             self._compact = always or self._needed / self._work < self.config.density.threshold
-            self._weighed = 0
+            self._since_decision = 0
 
     def ran(self, proposal: Proposal, batch: Batch, compact: bool) -> None:
         """Count a batch that runs on some of its rows, or on all."""
-        self._weigh(proposal, batch)
+        self._count_work(proposal, batch)
         self._batches += 1
         self._ran_compact += compact
         self.report.counters[f"batches run on {'some' if compact else 'all'} rows"] += 1
@@ -152,7 +152,7 @@ class SkippingPolicy:
 
     def _record(self) -> None:
         batches = "batch" if self._batches == 1 else "batches"
-        for feature, _ in self._wanted():
+        for feature, _ in self._enabled_features():
             if feature in self._counted_rows:
                 kept, whole = self._counted_rows[feature]
                 said = f"{kept / max(whole, 1):.0%} of the rows count, over {self._batches} {batches}"
@@ -178,21 +178,21 @@ class SkippingPolicy:
     def refused(self, error: Exception) -> None:
         """Record why a graph runs whole; raise if a feature that is set to true applies to it."""
         what = first_line(error) if isinstance(error, NothingToSkip) else in_a_line(error)
-        for feature in self._insisted():
+        for feature in self._required_features():
             raise OrtAccelError(_impossible(feature, what)) from error
         says_nothing_new = self._batches > 0 and not torch.is_grad_enabled()  # an evaluation beside a training
-        for feature, _ in self._wanted():
+        for feature, _ in self._enabled_features():
             if feature not in self._counted_rows and not says_nothing_new:
                 self.report.refused(feature, what)
 
-    def _wanted(self) -> list[tuple[str, Switch]]:
+    def _enabled_features(self) -> list[tuple[str, Switch]]:
         """Returns the features that are not switched off, with their switches."""
         wishes = (self.config.density.labels, self.config.density.padding, self.config.compute.upstream)
         return [(name, wish) for name, wish in zip(FEATURES, wishes, strict=True) if wish is not False]
 
-    def _insisted(self) -> list[str]:
+    def _required_features(self) -> list[str]:
         """Returns the features that must leave rows out of the present graph: those set to true, in training."""
-        wanted = self._wanted() if torch.is_grad_enabled() else []
+        wanted = self._enabled_features() if torch.is_grad_enabled() else []
         return [feature for feature, wish in wanted if wish is True and feature.startswith("density")]
 
     def compiled(self, *, has_lazy_outputs: bool) -> None:
@@ -213,7 +213,7 @@ def _impossible(feature: str, why: str) -> str:
 
 
 @dataclass(frozen=True)
-class Smaller:
+class SmallerGraph:
     """A proposal to leave rows out; with the smaller graph and its additional inputs if that pays."""
 
     proposal: Proposal
@@ -221,13 +221,13 @@ class Smaller:
     tables: Sequence[Tensor] = ()
 
 
-class Skipping:
+class RowDispatch:
     """Runs one captured graph for the rows that count in each batch."""
 
     def __init__(
         self,
         proposal: Proposal,
-        policy: SkippingPolicy,
+        policy: RowSkippingPolicy,
         run: Callable[..., Sequence[object]],
         module: fx.GraphModule,
         holds: Callable[[Sequence[object]], bool] | None = None,

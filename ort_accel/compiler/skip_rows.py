@@ -9,7 +9,7 @@ from torch import fx
 from ort_accel.capture.forward_graph import Tracer, own_backwards
 from ort_accel.compiler.autograd_graphs import CompiledGraph, twice_differentiable
 from ort_accel.compiler.lazy_outputs import NO_LAZY_OUTPUTS, LazyOutputs
-from ort_accel.compiler.row_dispatch import Skipping, SkippingPolicy, Smaller, hints, tables_of
+from ort_accel.compiler.row_dispatch import RowDispatch, RowSkippingPolicy, SmallerGraph, hints, tables_of
 from ort_accel.eager.held_outputs import KeptOutputs
 from ort_accel.errors import OrtAccelError
 from ort_accel.row_skipping.pipeline import NothingToSkip, Proposal, propose, unread_outputs
@@ -20,7 +20,7 @@ class RowSkippingCompiler:
 
     def __init__(
         self,
-        policy: SkippingPolicy,
+        policy: RowSkippingPolicy,
         compile_graph: Callable[[fx.GraphModule, Sequence[object]], CompiledGraph],
         held_outputs: KeptOutputs | None,
     ) -> None:
@@ -30,7 +30,7 @@ class RowSkippingCompiler:
     def compile(self, module: fx.GraphModule, inputs: Sequence[object]) -> CompiledGraph:
         """Returns the graph for the rows that count, or the whole graph where leaving rows out does not pay."""
         policy, tracer, lazy = self._policy, Tracer(inputs), NO_LAZY_OUTPUTS
-        found: Smaller | None = None
+        found: SmallerGraph | None = None
         try:
             traced = _traced(module, tracer)
             if policy.leaves_outputs_unread:
@@ -44,23 +44,25 @@ class RowSkippingCompiler:
         if found is not None and found.smaller is not None:
             run = self._compile_graph(found.smaller, [*inputs, *found.tables])
             run = self._with_lazy_outputs(lazy, run, module)
-            return Skipping(found.proposal, policy, run, module, tracer.conditions())
+            return RowDispatch(found.proposal, policy, run, module, tracer.conditions())
         tracer.conditions()
         if not policy.learns_of_reads:
             lazy = NO_LAZY_OUTPUTS
         with lazy.left_out_of(module):
             run = self._compile_graph(module, inputs)
         run = self._with_lazy_outputs(lazy, run, module)
-        return run if found is None else Skipping(found.proposal, policy, run, module)
+        return run if found is None else RowDispatch(found.proposal, policy, run, module)
 
-    def _smaller(self, module: fx.GraphModule, inputs: Sequence[object], tracer: Tracer, proposal: Proposal) -> Smaller:
+    def _smaller(
+        self, module: fx.GraphModule, inputs: Sequence[object], tracer: Tracer, proposal: Proposal
+    ) -> SmallerGraph:
         batch = proposal.front(hints(inputs))
         if not self._policy.wants_compact(proposal, batch):
-            return Smaller(proposal)
+            return SmallerGraph(proposal)
         tables = tables_of(batch) if batch.fits else proposal.front.example(hints(inputs))
         if not tables:
-            return Smaller(proposal)
-        return Smaller(proposal, tracer.smaller(module, proposal.write, tables), tables)
+            return SmallerGraph(proposal)
+        return SmallerGraph(proposal, tracer.smaller(module, proposal.write, tables), tables)
 
     def _with_lazy_outputs(self, lazy: LazyOutputs, run: CompiledGraph, module: fx.GraphModule) -> CompiledGraph:
         self._policy.compiled(has_lazy_outputs=bool(lazy.positions))

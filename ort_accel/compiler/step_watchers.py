@@ -1,4 +1,4 @@
-"""What follows the steps of a model beside its graphs: memory, the batches' density, and the report's file."""
+"""Objects that follow the steps of a model: its memory, the density of batches, and the report's file."""
 
 from __future__ import annotations
 

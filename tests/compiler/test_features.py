@@ -43,12 +43,12 @@ def test_every_key_is_obeyed():
     assert sorted(leaves(Config())) == sorted(OBEYED)
 
 
-def test_a_wish_that_cannot_be_obeyed_is_an_error():
+def test_a_value_that_cannot_be_obeyed_is_an_error():
     with pytest.raises(ConfigError, match=r"compute.triton.enabled: ort_accel generates no Triton kernels"):
         ort_accel.accelerate(nn.Linear(2, 2), {"compute": {"triton": {"enabled": True}}})
 
 
-def test_what_is_obeyed_says_what_it_does(tmp_path):
+def test_the_report_says_what_each_key_does(tmp_path):
     found = features(
         engine={"threads": 3, "cache_dir": str(tmp_path), "run_in_pytorch": ["aten.gelu"], "deterministic": True}
     )
@@ -67,12 +67,12 @@ def test_the_default_configuration_can_be_obeyed():
     ort_accel.accelerate(nn.Linear(2, 2), CONFIGS / "default.yaml")
 
 
-def test_fusions_off_leaves_the_graph_to_onnxruntime_as_it_is():
+def test_fusions_off_turns_optimizations_of_onnx_runtime_off():
     model = ort_accel.accelerate(nn.Linear(2, 2), {"compute": {"fusions": False}})
     assert model._compiled_call_impl.backend.lowering.sessions.settings.optimize is False
 
 
-def test_an_operator_that_there_is_not_cannot_be_kept_from_onnx_runtime():
+def test_naming_an_unknown_operator_is_an_error():
     for name, meant in (("aten.geluu", "aten.gelu"), ("aten.gelu.no_such", "aten.gelu")):
         with pytest.raises(
             ConfigError, match=rf"engine\.run_in_pytorch: PyTorch .* has no {name}; did you mean {meant}\?"

@@ -17,7 +17,7 @@ def test_the_installed_runtime_is_taken_by_default():
     assert chosen_runtime(config()) == installed_runtime()
 
 
-def test_a_named_runtime_that_is_there_is_taken_and_another_one_is_an_error():
+def test_naming_a_runtime_that_is_not_installed_is_an_error():
     is_training = installed_runtime().is_training_build
     here, other = ("onnxruntime-training", "onnxruntime") if is_training else ("onnxruntime", "onnxruntime-training")
     assert chosen_runtime(config(runtime=here)) == installed_runtime()

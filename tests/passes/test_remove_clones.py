@@ -35,7 +35,7 @@ def left_after(function) -> int:
     return copies(module)
 
 
-def test_what_is_only_read_need_not_be_copied():
+def test_clones_that_are_only_read_are_removed():
     assert left_after(lambda x: [x.sin().clone().cos(), x.exp().t().clone().unsqueeze(0).cos()]) == 0
 
 
@@ -55,7 +55,7 @@ def test_what_is_only_read_need_not_be_copied():
     ids=["input", "look at an input", "other order", "spread", "source returned", "returned", "look returned",
          "source changed", "changed"],
 )  # fmt: skip
-def test_a_copy_that_makes_a_difference_stays(function):
+def test_clones_that_make_a_difference_stay(function):
     assert left_after(function) == 1
 
 
@@ -70,7 +70,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize(("probability", "count"), [(0.0, 1), (0.1, 0)])
-def test_a_dropout_that_drops_nothing_copies_nothing(probability, count):
+def test_the_clone_of_a_dropout_with_probability_zero_is_removed(probability, count):
     eager = Dropping(probability)
     ours = ort_accel.accelerate(copy.deepcopy(eager), {"observe": {"log_level": "error"}})
     assert_step_as_eager(eager, ours, torch.randn(4, 8))

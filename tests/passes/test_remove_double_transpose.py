@@ -47,7 +47,7 @@ def of_a_linear_layer(x):
 
 
 @pytest.mark.parametrize(("compute", "count"), [(there_and_back, 3), (elsewhere, 0), (mixed, 2)])
-def test_only_what_leads_back_goes(compute, count):
+def test_only_transposes_that_undo_each_other_are_removed(compute, count):
     module = make_fx(compute)(X)
     before = transposes(module)
     assert remove_double_transpose(module.graph, PassOptions()) == count
@@ -58,7 +58,7 @@ def test_only_what_leads_back_goes(compute, count):
         assert found.stride() == expected.stride()
 
 
-def test_the_inner_transpose_stays_for_others_that_read_it():
+def test_an_inner_transpose_with_another_reader_stays():
     def compute(x):
         turned = aten.t(x * 2)
         return turned.sum(0), aten.t(turned)
@@ -77,7 +77,7 @@ def test_an_input_is_not_returned_in_place_of_its_view():
     assert module(X[0]) is not X[0]
 
 
-def test_what_is_returned_is_not_returned_a_second_time_in_place_of_its_view():
+def test_a_result_is_not_returned_twice_in_place_of_its_view():
     def compute(x):
         y = x * 2
         return y, aten.t(aten.t(y)), aten.t(aten.t(y)).sum(0)
@@ -90,14 +90,14 @@ def test_what_is_returned_is_not_returned_a_second_time_in_place_of_its_view():
     torch.testing.assert_close((whole, view, total), compute(X[0]))
 
 
-def test_a_number_can_be_transposed_too():
+def test_transposes_of_a_scalar_are_removed():
     module = make_fx(lambda x: aten.transpose(aten.t(x * 2), 0, -1))(torch.tensor(3.0))
     assert remove_double_transpose(module.graph, PassOptions()) == 1
     module.recompile()
     assert module(torch.tensor(3.0)) == 6
 
 
-def test_three_in_a_row_are_one():
+def test_three_transposes_become_one():
     module = make_fx(lambda x: aten.t(aten.t(aten.t(x * 2))))(X[0])
     assert remove_double_transpose(module.graph, PassOptions()) == 1
     module.recompile()
@@ -105,7 +105,7 @@ def test_three_in_a_row_are_one():
     assert transposes(module) == 1
 
 
-def test_the_gradient_of_a_linear_layers_weight_is_its_product():
+def test_the_weight_gradient_of_a_linear_layer_has_no_transposes():
     module = make_fx(of_a_linear_layer)(torch.ones(2, 4))
     assert remove_double_transpose(module.graph, PassOptions()) >= 1
     module.recompile()
