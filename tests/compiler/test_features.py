@@ -1,6 +1,8 @@
 """No switch is without effect and without a word: it is obeyed, reported as missing, or refused."""
 
+import ast
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
@@ -8,19 +10,20 @@ from torch import nn
 
 import ort_accel
 from ort_accel import ConfigError
-from ort_accel.compiler.features import OBEYED
 from ort_accel.config import Config
 from ort_accel.reporting import State
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+PACKAGE = Path(ort_accel.__file__).parent
 
 
-def leaves(section, path=""):
-    for name in type(section).model_fields:
+def keys(section, path=""):
+    """The keys that have a choice of values."""
+    for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, BaseModel):
-            yield from leaves(value, f"{path}{name}.")
-        else:
+            yield from keys(value, f"{path}{name}.")
+        elif not (get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1):
             yield f"{path}{name}"
 
 
@@ -39,8 +42,19 @@ def features(**sections):
     return ort_accel.report(ort_accel.accelerate(nn.Linear(2, 2), sections)).features
 
 
-def test_every_key_is_obeyed():
-    assert sorted(leaves(Config())) == sorted(OBEYED)
+def names_outside_of_the_configuration():
+    """The attributes, arguments and texts in the code of all rooms but `config`."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        if PACKAGE / "config" not in path.parents:
+            for node in ast.walk(ast.parse(path.read_text())):
+                found.add(getattr(node, "attr", None) or getattr(node, "arg", None) or getattr(node, "value", None))
+    return {name for name in found if isinstance(name, str)}
+
+
+def test_every_key_is_read_outside_of_the_configuration():
+    names = names_outside_of_the_configuration()
+    assert [key for key in keys(Config()) if key.rsplit(".", 1)[-1] not in names] == []
 
 
 def test_a_value_that_cannot_be_obeyed_is_an_error():
