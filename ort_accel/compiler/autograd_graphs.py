@@ -65,7 +65,7 @@ class AutogradCompiler:
             run = compile_graph(module, inputs)
         if self.keeps_records:
             run = result_of(run, module)
-        self.lowering.changed()
+        self.lowering.trim_memory()
         return WithoutUnused(run, graph.partial) if graph.partial else run
 
 

@@ -60,7 +60,7 @@ class Backend:
         self.progress = Progress(report, level)
         self.policy = FallbackPolicy(config, report)
         self.compiler_memory = CompilerMemory(settings)
-        self.lowering = lowering_for(settings, report, self.policy.failed, self.compiler_memory.compiled)
+        self.lowering = lowering_for(settings, report, self.policy.failed, self.compiler_memory.trim)
         self.skipping = RowSkippingPolicy(config, report, settings.sees_steps)
         self.evaluation = _evaluation(settings, report)
         self.comparison = EagerComparison(config, report, settings.place.device, sees_steps=settings.sees_steps)
@@ -118,7 +118,7 @@ class Backend:
         if (kept := self.cached.get(name, module, inputs)) is not None:
             self.compiler.graphs += kept.graphs
             self.evaluation.compiled_a_step(kept.seconds)
-            self.compiler_memory.compiled()
+            self.compiler_memory.trim()
             return kept.run
         return self.cached.make(name, module, partial(self._compile_counted, module, inputs))
 

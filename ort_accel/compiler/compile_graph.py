@@ -217,7 +217,7 @@ class _ProgramBuilder:
             model, lowering.sessions, self._is_lasting, twin, lowering.failed, name, results, record=record
         )
         other = self._onednn_segment(index, body, outputs)
-        run = segment if other is None else TwoWays(segment, other, body.nodes, lowering.changed, record)
+        run = segment if other is None else TwoWays(segment, other, body.nodes, lowering.trim_memory, record)
         return self._numbered(run, segment.inputs, outputs)
 
     def _onednn_segment(self, index: int, body: Body, outputs: list[fx.Node]) -> PyTorchSegment | None:

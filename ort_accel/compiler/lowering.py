@@ -41,8 +41,8 @@ class Lowering:
     """Operators that PyTorch runs because the user says so."""
     failed: Callable[[Exception], bool] = lambda _: True
     """Called when a segment failed at run time where PyTorch did not; returns whether ONNX Runtime tries it again."""
-    changed: Callable[[], None] = lambda: None
-    """Called when oneDNN takes a segment over from ONNX Runtime, whose memory can then be freed."""
+    trim_memory: Callable[[], None] = lambda: None
+    """Called after compiling, and when oneDNN takes a segment over, since ONNX Runtime's memory is then free."""
     before_segments: Callable[[], None] = lambda: None
     """Called before each segment runs."""
     for_speed: bool = True
@@ -90,7 +90,7 @@ class _SessionFields(TypedDict):
 
 
 def lowering_for(
-    settings: Settings, report: Report, failed: Callable[[Exception], bool], changed: Callable[[], None]
+    settings: Settings, report: Report, failed: Callable[[Exception], bool], trim_memory: Callable[[], None]
 ) -> Lowering:
     """Returns a model's `Lowering`."""
     config = settings.config
@@ -101,7 +101,7 @@ def lowering_for(
         report=report,
         unwanted=frozenset(config.engine.run_in_pytorch),
         failed=failed,
-        changed=changed,
+        trim_memory=trim_memory,
         for_speed=config.compute.placement != "onnxruntime",
         passes=settings.passes,
         copies=_weight_copies(settings, report),

@@ -23,8 +23,8 @@ class CompilerMemory:
         self._is_kept = not settings.place.is_cuda and keep_freed_blocks()
         self._is_due = False
 
-    def compiled(self) -> None:
-        """Called when something was compiled."""
+    def trim(self) -> None:
+        """Return memory now, and once more before the next step."""
         self._is_due = True
         self._return()
 
