@@ -17,7 +17,7 @@ from ort_accel.graph.nodes import is_random, is_view
 from ort_accel.graph.symbolic_sizes import same_shape
 from ort_accel.kernels.output_buffers import with_place
 from ort_accel.operators.facts import facts
-from ort_accel.passes.fuse.tied_embedding import add_embedding_gradient
+from ort_accel.passes.fuse_tied_embedding import add_embedding_gradient
 from ort_accel.reporting import Runner
 
 

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK, get_current_meta
 
 import ort_accel
+from ort_accel.graph.meta_keys import FROM_DATA, PARTITIONER_TAG
 from ort_accel.graph.symbolic_sizes import Size, hinted_bytes
 
 aten = torch.ops.aten
@@ -27,9 +28,6 @@ CHECKS = {
     aten.sym_constrain_range_for_size.default,
 }
 """Operators that assert something about numbers in tensors."""
-
-FROM_DATA = "from data"
-"""Key in a node's meta: its value is a data-dependent scalar."""
 
 _TORCH_FOLDER, _ENGINE_FOLDER = (f"{PurePath(file).parent}/" for file in (torch.__file__, ort_accel.__file__))
 
@@ -193,7 +191,7 @@ def bytes_made(node: fx.Node) -> int:
 
 def half_of(node: fx.Node) -> dict[str, str]:
     """Returns the entry of a node's meta that assigns it to the forward or the backward of a joint graph."""
-    return {"partitioner_tag": node.meta["partitioner_tag"]} if "partitioner_tag" in node.meta else {}
+    return {PARTITIONER_TAG: node.meta[PARTITIONER_TAG]} if PARTITIONER_TAG in node.meta else {}
 
 
 def size_arguments(graph: fx.Graph, node: fx.Node, shape: Sequence[Size]) -> list[int | fx.Node]:

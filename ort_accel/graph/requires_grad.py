@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-_HAS_GRADIENT = "has_gradient"
+from ort_accel.graph.meta_keys import HAS_GRADIENT
 
 _DETACH = {torch.ops.aten.detach.default, torch.ops.aten.detach_.default}
 
@@ -19,17 +19,17 @@ def mark_gradients(graph: fx.Graph, inputs: Sequence[object]) -> None:
     for node in graph.nodes:
         if node.op == "placeholder":
             value = next(remaining)
-            node.meta[_HAS_GRADIENT] = isinstance(value, Tensor) and value.requires_grad
+            node.meta[HAS_GRADIENT] = isinstance(value, Tensor) and value.requires_grad
         elif node.target is torch._C._set_grad_enabled:
             enabled = bool(node.args[0])
         else:
             follows = enabled and node.target not in _DETACH and any(map(has_gradient, node.all_input_nodes))
-            node.meta[_HAS_GRADIENT] = follows and _is_floating(node.meta.get("val"))
+            node.meta[HAS_GRADIENT] = follows and _is_floating(node.meta.get("val"))
 
 
 def has_gradient(node: fx.Node) -> bool:
     """True if a node's value has a gradient."""
-    return bool(node.meta.get(_HAS_GRADIENT))
+    return bool(node.meta.get(HAS_GRADIENT))
 
 
 def is_cut_off(node: fx.Node) -> bool:

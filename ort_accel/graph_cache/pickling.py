@@ -21,13 +21,14 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_aggregate
 
+from ort_accel.graph.meta_keys import HAS_GRADIENT
 from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.row_skipping.pipeline import Proposal
 from ort_accel.row_skipping.row_demand import Demands
 from ort_accel.row_skipping.row_plan import Plan
 from ort_accel.row_skipping.row_sets import Extent
 
-META = ("val", "has_gradient")
+META = ("val", HAS_GRADIENT)
 
 MOST_BYTES = 1 << 20
 """The most that the constant tensors of a graph may take, each, to be written."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ort_accel.graph.meta_keys import CHECKPOINT_REGION, RECOMPUTE
 from ort_accel.recompute.joint_graph import (
     forward_nodes,
     is_recomputable,
@@ -20,8 +21,6 @@ from ort_accel.recompute.joint_graph import (
     tensor_inputs,
 )
 
-POLICY_KEY, REGION_KEY = "recompute", "ac_graph_id"
-"""Keys in the meta of a node, as PyTorch names them."""
 RECOMPUTE_POLICIES = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
@@ -36,7 +35,7 @@ class Marks:
 
 def mark(node: fx.Node, region: int) -> None:
     """Mark an operator for recompute. Later regions have larger numbers."""
-    node.meta[POLICY_KEY], node.meta[REGION_KEY] = CheckpointPolicy.PREFER_RECOMPUTE, region
+    node.meta[RECOMPUTE], node.meta[CHECKPOINT_REGION] = CheckpointPolicy.PREFER_RECOMPUTE, region
 
 
 def take_marks(joint: fx.Graph) -> Marks:
@@ -44,17 +43,17 @@ def take_marks(joint: fx.Graph) -> Marks:
     marked = [node for node in forward_nodes(joint) if _is_marked(node)]
     recomputed = {producer(node) for node in marked if _is_allowed(producer(node))}
     for node in marked:
-        region = node.meta.get(REGION_KEY, 0)
-        if any(_is_marked(user) and user.meta.get(REGION_KEY, 0) > region for user in node.users):
+        region = node.meta.get(CHECKPOINT_REGION, 0)
+        if any(_is_marked(user) and user.meta.get(CHECKPOINT_REGION, 0) > region for user in node.users):
             recomputed.discard(producer(node))
     read = {producer(storage_owner(item)) for node in recomputed for item in tensor_inputs(node)}
     for node in joint.nodes:
-        node.meta.pop(POLICY_KEY, None)
+        node.meta.pop(RECOMPUTE, None)
     return Marks(recomputed, read - recomputed)
 
 
 def _is_marked(node: fx.Node) -> bool:
-    return node.meta.get(POLICY_KEY) in RECOMPUTE_POLICIES
+    return node.meta.get(RECOMPUTE) in RECOMPUTE_POLICIES
 
 
 def _is_allowed(node: fx.Node) -> bool:

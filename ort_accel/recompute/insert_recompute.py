@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import fx
 
+from ort_accel.graph.meta_keys import PARTITIONER_TAG, RUNS_AFTER
 from ort_accel.graph.nodes import is_part, is_returned, is_size, is_view
 from ort_accel.graph.symbolic_sizes import expression
-from ort_accel.partition.segments import BEHIND
 from ort_accel.recompute.joint_graph import backward_nodes, producer, storage_owner
 
 
@@ -46,7 +46,7 @@ def insert_recompute(joint: fx.Graph, recomputed: Collection[fx.Node] = ()) -> l
             with joint.inserting_before(reader):
                 copy = copies[node] = _copy(joint, node, copies, "_recompute" if node in operators else "_again")
             if node in operators:
-                copy.meta[BEHIND] = dependencies
+                copy.meta[RUNS_AFTER] = dependencies
                 inserted.append(copy)
         for item in wanted:
             reader.replace_input_with(item, copies[item])
@@ -84,7 +84,7 @@ def _copy(joint: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], suffix
 
     args, kwargs = fx.map_arg(node.args, copied), fx.map_arg(node.kwargs, copied)
     copy = joint.create_node(node.op, node.target, args, kwargs, f"{node.name}{suffix}", node.type)
-    copy.meta = {**node.meta, "partitioner_tag": "is_backward"}
+    copy.meta = {**node.meta, PARTITIONER_TAG: "is_backward"}
     return copy
 
 

@@ -12,6 +12,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import Argument
 
+from ort_accel.graph.meta_keys import PARTITIONER_TAG
 from ort_accel.graph.nodes import depends_on_data, is_part, is_random, is_size, is_view, returned, writes
 from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.kernels.attention_slim import LEAN
@@ -21,7 +22,7 @@ from ort_accel.kernels.packed_rows import ON_ROWS
 def backward_nodes(joint: fx.Graph) -> list[fx.Node]:
     """Returns the nodes after the last one that the partitioner tags as forward."""
     nodes = list(joint.nodes)
-    ends = [index for index, node in enumerate(nodes) if node.meta.get("partitioner_tag") == "is_forward"]
+    ends = [index for index, node in enumerate(nodes) if node.meta.get(PARTITIONER_TAG) == "is_forward"]
     first = max(ends, default=-1) + 1
     return [node for node in nodes[first:] if node.op == "call_function"]
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from functorch.compile import default_partition
 from torch import fx
 
+from ort_accel.graph.meta_keys import OUTLIVES_GRAPH
 from ort_accel.graph.nodes import is_random
-from ort_accel.partition.delay_large_values import LASTS
 from ort_accel.recompute.insert_recompute import insert_recompute
 from ort_accel.recompute.joint_graph import is_unchanged_input
 from ort_accel.recompute.pack_masks import pack_masks
@@ -29,7 +29,7 @@ def split_joint_graph(
     """Split a joint graph, which is changed. Views and the given operators are recomputed rather than saved."""
     for node in joint.graph.find_nodes(op="placeholder"):
         if is_unchanged_input(node):
-            node.meta[LASTS] = True
+            node.meta[OUTLIVES_GRAPH] = True
     insert_recompute(joint.graph, recomputed)
     if packs_masks:
         pack_masks(joint.graph, num_fwd_outputs)

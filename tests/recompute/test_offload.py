@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ort_accel
-from ort_accel.compiler import backend
+from ort_accel.compiler import settings
 from ort_accel.errors import OrtAccelError
 from ort_accel.kernels import host_copies
 from ort_accel.observe.memory import render_memory
@@ -69,7 +69,7 @@ def late(monkeypatch):
     """Let models on the CPU offload values of every size, as on a device whose memory pool is shared."""
     memory = LateMemory()
     monkeypatch.setattr(host_copies, "host_memory", lambda _: memory)
-    monkeypatch.setattr(backend, "place_for", lambda *_: device.Place(torch_memory=True))
+    monkeypatch.setattr(settings, "place_for", lambda *_: device.Place(torch_memory=True))
     monkeypatch.setattr(offload, "LEAST_BYTES", 1)
     return memory
 

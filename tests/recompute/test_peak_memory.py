@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import ort_accel
-from ort_accel.compiler import backend
+from ort_accel.compiler import settings
 from ort_accel.executor import torch_segment
 from ort_accel.kernels import embedding_backward, output_buffers
 from ort_accel.memory import malloc_settings
@@ -27,7 +27,7 @@ ROWS = 256
 
 def look(results, name, large):
     """Put what ONNX Runtime's arena holds after a step, the prediction, and the report of its memory."""
-    for room in (backend, embedding_backward, output_buffers, torch_segment):
+    for room in (settings, embedding_backward, output_buffers, torch_segment):
         room.LARGE = large
     seen = []
 
@@ -59,7 +59,7 @@ def test_the_arena_holds_what_was_predicted(name, large):
 
 @pytest.mark.parametrize(("large", "in_pool"), [(32 << 10, True), (32 << 20, False)])
 def test_a_large_result_of_pytorch_counts_in_the_pool_that_holds_it(monkeypatch, large, in_pool):
-    for room in (backend, embedding_backward, output_buffers, torch_segment):
+    for room in (settings, embedding_backward, output_buffers, torch_segment):
         monkeypatch.setattr(room, "LARGE", large)
     seen, predict = [], planner.predict_step
     monkeypatch.setattr(planner, "predict_step", lambda *how: seen.append(predict(*how)) or seen[-1])
@@ -152,7 +152,7 @@ ALL, LARGE_ONLY = (0, 0, True), (0, 32 << 20, False)
 
 @pytest.mark.parametrize(("level", "large", "lends"), mostly_long([ALL, LARGE_ONLY, (1, 0, False)], ALL, LARGE_ONLY))
 def test_large_gradients_lie_in_the_arena_unless_memory_is_saved(monkeypatch, level, large, lends):
-    monkeypatch.setattr(backend, "LARGE", large)
+    monkeypatch.setattr(settings, "LARGE", large)
     model = accelerated("bert", {"level": level})
     step(model, **model_and_batch("bert", 2)[1])
     owners = {parameter.grad.untyped_storage().resizable() for parameter in model.parameters()}
