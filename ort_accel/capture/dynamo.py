@@ -85,16 +85,6 @@ def capturing() -> Iterator[None]:
             raise KeyboardInterrupt from None  # some hundred lines of a compiler's frames say nothing
 
 
-@contextmanager
-def without_checks() -> Iterator[None]:
-    """Of what Dynamo checks before a call, only what tells the graphs that there are apart. A wish for eager stands."""
-    if eval_frame._stance.stance == "default":
-        with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-            yield
-    else:
-        yield
-
-
 def forget(code: CodeType, backend: ref[Any]) -> None:
     """Let go of all that was compiled for code that nothing calls any more, and of its backend.
 

@@ -13,11 +13,12 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import InvalidVersion, Version
 from torch import Tensor, fx
 from torch._dynamo import config as dynamo_settings
 from torch._functorch import config as functorch_settings
@@ -183,9 +184,23 @@ def _text(value: Any) -> str:
 
 
 def _operator(name: str) -> str:
-    if name.partition(".")[0] not in KNOWN_OPERATORS:
+    """Return an operator's name, if the versions in the fingerprint decide what it does."""
+    library = name.partition(".")[0]
+    if library not in KNOWN_OPERATORS and library not in PACKAGES:
         raise NotKeepable(f"{name} is an operator of another library")
+    if library in PACKAGES and not _is_released(library):
+        raise NotKeepable(f"{name} is an operator of {library} {_version(library)}, which is not a release")
     return name
+
+
+def _is_released(package: str) -> bool:
+    """True if a package's version stands for its code: no development version, and not installed from a folder."""
+    try:
+        found = distribution(package)
+        parsed = Version(found.version)
+    except (PackageNotFoundError, InvalidVersion):
+        return False
+    return not parsed.is_devrelease and parsed.local is None and found.read_text("direct_url.json") is None
 
 
 def _function(value: Any) -> str:
