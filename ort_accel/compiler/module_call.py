@@ -14,10 +14,9 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from ort_accel.capture.dynamic_shapes import Foreseen, OpenSizes
+from ort_accel.capture.dynamic_shapes import Foreseen, OpenSizes, settle_problem_type
 from ort_accel.capture.dynamo import GraphBreaks, capturing, forget, graph_breaks_in
 from ort_accel.capture.dynamo_failures import LeftToPython, NotCapturedError, line_of_fault
-from ort_accel.capture.problem_type import settle_problem_type
 from ort_accel.compiler.backend import Backend
 from ort_accel.compiler.row_dispatch import Mode
 from ort_accel.graph_cache.store import FOUND

@@ -504,7 +504,7 @@ def test_an_error_in_a_hook_is_raised():
 
 def test_more_changes_than_dynamo_compiles_for(monkeypatch):
     """Beyond the limit a model runs in eager mode, with the hooks that it then has, and the report says so."""
-    monkeypatch.setattr(dynamo, "COMPILATIONS", 3)
+    monkeypatch.setattr(dynamo, "RECOMPILE_LIMIT", 3)
     eager, ours = pair(Net())
     for factor in range(1, 7):
         with ExitStack() as stack:
