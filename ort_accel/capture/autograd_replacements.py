@@ -19,7 +19,7 @@ from torch.autograd import Function
 from ort_accel.capture.dynamo_patches import is_by_engine
 
 if TYPE_CHECKING:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def _patch_calls() -> None:
 
     def call_apply(
         self: AutogradFunctionVariable,
-        tx: InstructionTranslator,
-        args: Sequence[VariableTracker],
+        tx: InstructionTranslatorBase,
+        args: list[VariableTracker],
         kwargs: dict[str, VariableTracker],
     ) -> VariableTracker:
         written = _REPLACEMENTS.get(self.fn_cls) if is_by_engine() and not kwargs else None

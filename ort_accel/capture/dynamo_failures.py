@@ -12,13 +12,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import PurePath
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
 from torch._dynamo.convert_frame import ConvertFrame
 from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
-from torch._dynamo.types import ConvertFrameReturn, DynamoFrameType
+from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import counters
+
+if TYPE_CHECKING:
+    from torch._C._dynamo.eval_frame import _PyInterpreterFrame
 
 OnFailure = Callable[[str, Exception, str], None]
 """Called with the code that is left to Python, the fault, and the line at which Dynamo failed."""
@@ -122,7 +125,7 @@ def _uncount(fault: Exception) -> None:
 def _patch_conversions() -> None:
     original = ConvertFrame.__call__
 
-    def convert(self: ConvertFrame, frame: DynamoFrameType, *args: Any, **kwargs: Any) -> ConvertFrameReturn:
+    def convert(self: ConvertFrame, frame: _PyInterpreterFrame, *args: Any, **kwargs: Any) -> ConvertFrameReturn:
         active = _ACTIVE.get()
         if active is None:
             return original(self, frame, *args, **kwargs)

@@ -7,11 +7,10 @@ Private to torch; checked with torch 2.11 to 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import signature
-from typing import TYPE_CHECKING
 
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -22,9 +21,6 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from ort_accel.kernels.tensor_asserts import FAILED
-
-if TYPE_CHECKING:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
 
 TENSOR_CHECKS = (torch._check_tensor_all, torch._check_tensor_all_with)
 
@@ -50,12 +46,12 @@ def _patch_text_formatting() -> None:
     """Let a dynamic size be written into a text without a guard on its value."""
     original = InstructionTranslatorBase._format_value
 
-    def format_value(self: InstructionTranslatorBase, form: VariableTracker, flags: int) -> None:
+    def format_value(self: InstructionTranslatorBase, fmt_spec: VariableTracker, flags: int) -> None:
         if is_by_engine() and isinstance(self.stack[-1], SymNodeVariable):
-            text = "{:" + form.as_python_constant() + "}"
+            text = "{:" + fmt_spec.as_python_constant() + "}"
             self.push(StringFormatVariable.create(text, [self.pop()], {}))
         else:
-            original(self, form, flags)
+            original(self, fmt_spec, flags)
 
     InstructionTranslatorBase._format_value = format_value  # type: ignore[method-assign]
 
@@ -66,8 +62,8 @@ def _patch_tensor_checks() -> None:
 
     def call_function(
         self: TorchInGraphFunctionVariable,
-        tx: InstructionTranslator,
-        args: Sequence[VariableTracker],
+        tx: InstructionTranslatorBase,
+        args: list[VariableTracker],
         kwargs: dict[str, VariableTracker],
     ) -> VariableTracker:
         if not is_by_engine() or self.value not in TENSOR_CHECKS:

@@ -17,7 +17,7 @@ from ort_accel.errors import Problem
 EXTENDS = "extends"
 WITHOUT_QUOTES = " without quotes"
 _OTHER_NAMES = {"gpu": "cuda", "none": "null", "nil": "null"}
-_REMOVED = {
+_REMOVED: dict[KeyPath, str] = {
     ("engine", "skip_checks"): "with it, a model that changed between steps gave wrong results; delete this line"
 }
 """Keys that earlier versions had, and why they are gone."""
