@@ -23,7 +23,7 @@ from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._guards import Guard, TracingContext
 
 if TYPE_CHECKING:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 CALL_METHODS = ("__call__", "_call_impl", "forward")
 """Methods that run in a module's call. Dynamo goes to `forward` at once, and guards none of the others."""
@@ -124,7 +124,7 @@ def _function(method: object) -> object:
 def _patch_missing_keys() -> None:
     original = ConstDictVariable.getitem_const_raise_exception_if_absent
 
-    def getitem(self: ConstDictVariable, tx: InstructionTranslator, arg: VariableTracker) -> VariableTracker:
+    def getitem(self: ConstDictVariable, tx: InstructionTranslatorBase, arg: VariableTracker) -> VariableTracker:
         if arg not in self:
             self.install_dict_contains_guard(tx, [arg])
         return original(self, tx, arg)

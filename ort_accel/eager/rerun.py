@@ -118,7 +118,7 @@ def _copied_if_integers(item: Any) -> Any:
 
 def _version(item: object) -> tuple[int, int]:
     """Return a pair that changes whenever a tensor is written to (but in inference mode) or gets other memory."""
-    if type(item) not in (Tensor, nn.Parameter):
+    if not isinstance(item, Tensor) or type(item) not in (Tensor, nn.Parameter):
         return -1, -1
     return -1 if item.is_inference() else item._version, item.data_ptr()
 

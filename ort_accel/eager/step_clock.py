@@ -45,7 +45,7 @@ class DeviceMoment:
 
     def until(self, end: Self) -> float | None:
         """Seconds up to a later moment; None while the device has not reached it."""
-        if not end._event.query():
+        if not end._event.query():  # type: ignore[no-untyped-call]
             return None
         return float(self._event.elapsed_time(end._event)) / 1e3
 
