@@ -90,7 +90,7 @@ def settle_problem_type(model: nn.Module, labels: Tensor) -> None:
     everything would be compiled a second time.
     """
     config = getattr(model, "config", None)
-    if getattr(config, PROBLEM_TYPE, "") is not None:
+    if config is None or getattr(config, PROBLEM_TYPE, "") is not None:
         return
     same_config = (module for module in model.modules() if getattr(module, "config", None) is config)
     if any(map(_writes_problem_type, same_config)):  # the model, or one that an adapter wraps

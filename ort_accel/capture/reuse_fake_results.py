@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import SymFloat, SymInt, Tensor, fx
@@ -101,7 +101,7 @@ class ReusingInterpreter(fx.Interpreter):
         if known is None:
             return NotImplemented
         with proxy_tensor.maybe_enable_thunkify(), proxy_tensor.disable_proxy_modes_tracing() as mode:
-            tracer: PythonKeyTracer = mode.tracer
+            tracer = cast("PythonKeyTracer", mode.tracer)
             if not _are_traced(known.shape, tracer) or _is_constant((args, kwargs), tracer):
                 return NotImplemented
             proxy_args, proxy_kwargs = tree_map(partial(_proxy, tracer), (args, kwargs))
@@ -176,7 +176,7 @@ def _is_constant(arguments: Any, tracer: PythonKeyTracer) -> bool:
     return all(slot.constant is not None for slot in slots if slot is not None)
 
 
-def _proxy(tracer: PythonKeyTracer, item: object) -> object:
+def _proxy(tracer: PythonKeyTracer, item: Any) -> object:
     """Return the trace's proxy for an argument."""
     if isinstance(item, SymInt | SymFloat):
         return proxy_tensor.fetch_sym_proxy(tracer)(item)
