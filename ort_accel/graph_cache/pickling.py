@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
@@ -140,6 +141,15 @@ def _reduce_tensor(obj: Tensor) -> Reduced:
     return NotImplemented
 
 
+def _onnx_value(name: str | None) -> ir.Value:
+    return ir.Value(name=name)
+
+
+def _reduce_onnx_value(obj: ir.Value) -> Reduced:
+    """Leave out the graph of a value: it is not needed, and pickling its chain of nodes would recurse too deeply."""
+    return _onnx_value, (obj.name,)
+
+
 def _reduce_node(obj: fx.Node) -> Reduced:
     return StoredNode, (obj.name, {key: obj.meta[key] for key in META_KEYS if key in obj.meta})
 
@@ -173,6 +183,7 @@ _REDUCERS: dict[type, Callable[[Any], Reduced]] = {
     torch.SymInt: _reduce_size,
     FakeTensor: _reduce_fake,
     Tensor: _reduce_tensor,
+    ir.Value: _reduce_onnx_value,
     fx.Node: _reduce_node,
     fx.GraphModule: _reduce_module,
     Proposal: _reduce_proposal,

@@ -93,14 +93,14 @@ def test_a_graph_with_an_operator_of_a_release_is_taken_again(operator, install,
 def test_a_graph_with_an_operator_that_no_release_has_is_not_kept(operator, install, tmp_path, installed):
     install(*installed)
     _, found = started(lambda: Model(operator), tmp_path / "cache", x=torch.ones(3, 8))
-    said = f"{PACKAGE}.doubled.default is an operator of {PACKAGE} {installed[0]}, which is not a release"
+    said = f"{PACKAGE}.doubled is an operator of {PACKAGE} {installed[0]}, which is not a release"
     assert any(said in note for note in found.notes), found.notes
     assert not list((tmp_path / "cache").glob("*.graph"))
 
 
 def test_a_graph_with_an_operator_of_an_unknown_package_is_not_kept(operator, tmp_path):
     _, found = started(lambda: Model(operator), tmp_path, x=torch.ones(3, 8))
-    assert any("small_package.doubled.default is an operator of another library" in note for note in found.notes)
+    assert any("small_package.doubled is an operator of another library" in note for note in found.notes)
 
 
 def test_graphs_of_a_qwen3_moe_are_taken_again(tmp_path):
