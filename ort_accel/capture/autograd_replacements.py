@@ -1,8 +1,7 @@
-"""Functions with a backward of their own that the engine captures as plain operators, as somebody wrote them for it.
+"""Captures chosen `torch.autograd.Function`s as plain operators that were registered in their place.
 
-Where such a function works on memory that it makes, or in steps that a graph cannot hold, Dynamo divides the graph at
-it; and no row is left out through a backward that is not seen. It uses what is private to torch; checked with torch
-2.11 to 2.13.
+Dynamo breaks the graph at a function that works on memory of its own, or in steps that a graph cannot hold. Besides, no
+row can be skipped through a backward that is not in the graph. Private to torch; checked with torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -10,32 +9,35 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch.autograd import Function
 
-from ort_accel.capture.engine_only import is_by_engine
+from ort_accel.capture.dynamo_patches import is_by_engine
+
+if TYPE_CHECKING:
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 
 @dataclass(frozen=True)
 class Written:
-    """A function as operators."""
+    """An autograd function as operators."""
 
     operators: Callable[..., Any]
-    """Takes the same arguments, and gives the same results and gradients."""
+    """Takes the function's arguments; gives its results, and gradients by autograd."""
     suits: Callable[[Sequence[Any]], bool]
-    """Asked, with the arguments, whether it is to be used; tensors are fake, and what is not known is None."""
+    """True if the operators are to be used for these arguments; tensors are fake, unknown arguments are None."""
 
 
-_WRITTEN: dict[type[Function], Written] = {}
+_REPLACEMENTS: dict[type[Function], Written] = {}
 
 
 def write_out(function: type[Function], written: Written) -> None:
-    """Use this in place of a function in what is captured from now on."""
-    _WRITTEN[function] = written
+    """Capture a function as these operators from now on."""
+    _REPLACEMENTS[function] = written
 
 
 def _value(argument: VariableTracker) -> Any:
@@ -47,16 +49,21 @@ def _value(argument: VariableTracker) -> Any:
         return None
 
 
-def _change_calls() -> None:
-    usual = AutogradFunctionVariable.call_apply
+def _patch_calls() -> None:
+    original = AutogradFunctionVariable.call_apply
 
-    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        written = _WRITTEN.get(self.fn_cls) if is_by_engine() and not kwargs else None
+    def call_apply(
+        self: AutogradFunctionVariable,
+        tx: InstructionTranslatorBase,
+        args: list[VariableTracker],
+        kwargs: dict[str, VariableTracker],
+    ) -> VariableTracker:
+        written = _REPLACEMENTS.get(self.fn_cls) if is_by_engine() and not kwargs else None
         if written is None or not written.suits([_value(argument) for argument in args]):
-            return usual(self, tx, args, kwargs)
+            return original(self, tx, args, kwargs)
         return UserFunctionVariable(cast("FunctionType", written.operators)).call_function(tx, list(args), {})
 
     AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
 
 
-_change_calls()
+_patch_calls()

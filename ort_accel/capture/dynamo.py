@@ -1,4 +1,4 @@
-"""Dynamo's settings and counters, which are private to torch; checked with torch 2.11 to 2.13."""
+"""Sets Dynamo up for the engine, and reads its counters. Private to torch; checked with torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any
 from weakref import ref
 
 import torch
@@ -22,54 +21,56 @@ from torch._dynamo.exc import (
 from torch._functorch import config as functorch_settings
 from torch.fx.experimental import _config as shape_settings
 
-from ort_accel.capture import autograd_replacements, in_graph_asserts  # noqa: F401  they change Dynamo
-from ort_accel.capture.engine_only import by_engine
+from ort_accel.capture import autograd_replacements  # noqa: F401  patches Dynamo
+from ort_accel.capture.dynamo_patches import by_engine
 from ort_accel.errors import OrtAccelError
 from ort_accel.reporting import Reason, Report
 
-COMPILATIONS = 64
-"""How many compilations of one piece of code Dynamo may make. Its own limit of 8 is met by ordinary training: with and
-without gradients, training and evaluation, each for fixed and for open sizes."""
+RECOMPILE_LIMIT = 64
+"""Compilations of one code object. Ordinary training exceeds Dynamo's limit of 8: with and without gradients, in
+training and evaluation, each for static and for dynamic sizes."""
 
-LONG = 400
-"""So many characters of an explanation are enough: some hold whole tensors and lists."""
+ACCUMULATED_RECOMPILE_LIMIT = 1 << 16
+"""Compilations of a code object for all models of a process: a hyperparameter search builds many."""
 
-OF_ALL_MODELS = 1 << 16
-"""The same for all models of a process together: a search over models makes many."""
+EXPLANATION_CHARACTERS = 400
+"""The length to which explanations are cut: some hold whole tensors and lists."""
 
-SAID_ONCE = ("warning_once", "info_once", "warning_advice")
-"""What transformers adds to `logging.Logger`. A text that is logged once does not divide a graph for good."""
+LOG_ONCE_METHODS = ("warning_once", "info_once", "warning_advice")
+"""Methods that transformers adds to `logging.Logger`. Dynamo ignores them instead of breaking the graph."""
 
 
 FOR_DYNAMO = (TorchDynamoException, *exceptions_allowed_to_be_fallback)
-"""What a backend lets pass: by it Dynamo is told to begin anew, or to divide the graph."""
+"""Errors that a backend does not catch: they tell Dynamo to restart, or to break the graph."""
+
+LogFunction = Callable[..., object]
 
 
-class _NotLogged(set[Any]):
-    """Functions in a setting of Dynamo, of whose settings torch 2.11 logs a copy; it would sort them, which fails."""
+class _UncopiedSet(set[LogFunction]):
+    """Functions that copies of Dynamo's settings lack: torch 2.11 logs a sorted copy, and cannot sort them."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> set[Any]:
+    def __deepcopy__(self, memo: dict[int, object]) -> set[LogFunction]:
         return set()
 
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Dynamo as the engine wants it, for the call of a model. Errors of the engine come out as they are."""
-    once = {getattr(logging.Logger, name) for name in SAID_ONCE if hasattr(logging.Logger, name)}
+    """Set Dynamo up for a model's call, and let errors of the engine through as they are."""
+    once = {getattr(logging.Logger, name) for name in LOG_ONCE_METHODS if hasattr(logging.Logger, name)}
     with (
         torch._dynamo.config.patch(
-            recompile_limit=COMPILATIONS,
-            accumulated_recompile_limit=OF_ALL_MODELS,
-            skip_nnmodule_hook_guards=False,  # or hooks of modules that come or go after a capture are overlooked
-            optimize_ddp=False,  # or a model is cut into a graph for each of the buckets that gradients are sent in
-            skip_tensor_guards_with_matching_dict_tags=False,  # or torch 2.11 overlooks a parameter that thaws
-            ignore_logging_functions=_NotLogged(torch._dynamo.config.ignore_logging_functions | once),
-            use_numpy_random_stream=True,  # or what a model has numpy draw comes from PyTorch's generator
-            error_on_nested_fx_trace=False,  # or a call fails while another thread compiles; it runs in PyTorch instead
+            recompile_limit=RECOMPILE_LIMIT,
+            accumulated_recompile_limit=ACCUMULATED_RECOMPILE_LIMIT,
+            skip_nnmodule_hook_guards=False,  # else hooks that come or go after a capture are overlooked
+            optimize_ddp=False,  # else there is a graph for each bucket of gradients
+            skip_tensor_guards_with_matching_dict_tags=False,  # else torch 2.11 overlooks a parameter that thaws
+            ignore_logging_functions=_UncopiedSet(torch._dynamo.config.ignore_logging_functions | once),
+            use_numpy_random_stream=True,  # else numpy's draws come from PyTorch's generator
+            error_on_nested_fx_trace=False,  # else a call fails while another thread compiles
         ),
-        # Equal sizes are not taken for the same size, or batch 8 x length 8 would compile code for squares.
+        # Equal sizes get symbols of their own, else batch 8 x length 8 compiles code for squares.
         shape_settings.patch(use_duck_shape=False),  # type: ignore[attr-defined]
-        # A backward that cannot be compiled is known in time to leave its forward to PyTorch, too.
+        # The backward is compiled with its forward, so that PyTorch runs both if it fails.
         functorch_settings.patch(force_non_lazy_backward_lowering=True),
         by_engine(),
     ):
@@ -82,50 +83,39 @@ def capturing() -> Iterator[None]:
         except KeyboardInterrupt as stop:
             if not _was_compiling(stop):
                 raise
-            raise KeyboardInterrupt from None  # some hundred lines of a compiler's frames say nothing
+            raise KeyboardInterrupt from None  # without the compiler's frames
 
 
-@contextmanager
-def without_checks() -> Iterator[None]:
-    """Of what Dynamo checks before a call, only what tells the graphs that there are apart. A wish for eager stands."""
-    if eval_frame._stance.stance == "default":
-        with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-            yield
-    else:
-        yield
+def forget(code: CodeType, backend: ref[Callable[..., object]]) -> None:
+    """Free all that was compiled for code that nothing calls any more, and its backend.
 
-
-def forget(code: CodeType, backend: ref[Any]) -> None:
-    """Let go of all that was compiled for code that nothing calls any more, and of its backend.
-
-    By itself Dynamo keeps both for good: what was compiled for some code keeps that code. Behind a graph break it
-    compiles code that models share, with which this stays.
+    Dynamo itself keeps both for good. Code behind a graph break may be shared by models; its compilations stay.
     """
     reset_code(code)
     for key, kept in list(eval_frame.cached_backends.items()):
         if getattr(kept, "compiler_fn", kept) is backend():
-            eval_frame.cached_backends.pop(key, None)  # collecting garbage may have come here in between
+            eval_frame.cached_backends.pop(key, None)  # a garbage collection may have removed it meanwhile
 
 
 class GraphBreaks:
-    """Tells where Dynamo left code to Python: what runs between graphs, and what is not captured at all."""
+    """Counts graph breaks, and code that is not captured at all."""
 
     def __init__(self) -> None:
         self._known: Counter[str] = Counter()
 
     def new(self) -> Counter[str]:
-        """Those since it was last asked, each with its reason."""
+        """Return the reasons of those since the last call."""
         kinds = utils.counters["graph_break"], utils.counters["unimplemented"]
         if sum(kind.total() for kind in kinds) == self._known.total():
             return Counter()
         now = kinds[0] + kinds[1]
         found, self._known = now - self._known, now
-        return Counter(dict.fromkeys(map(_short, found), 1))
+        return Counter(dict.fromkeys(map(_summary, found), 1))
 
 
 @contextmanager
 def graph_breaks_in(report: Report, breaks: GraphBreaks, check: Callable[[str], None]) -> Iterator[None]:
-    """Record the graph breaks of a call, and let the policy for fallbacks judge them."""
+    """Record the graph breaks of a call, and let `check`, the policy for fallbacks, judge them."""
     breaks.new()
     yield
     if found := breaks.new():
@@ -135,20 +125,24 @@ def graph_breaks_in(report: Report, breaks: GraphBreaks, check: Callable[[str], 
 
 
 def _was_compiling(error: BaseException) -> bool:
-    """True if an error comes out of Dynamo's compiling, not out of a call of what it compiled."""
+    """True if an error was raised while Dynamo compiled, not by a call of what it compiled."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(frame.f_globals.get("__name__") == "torch._dynamo.convert_frame" for frame in frames)
 
 
 def said_by(error: Exception) -> str:
-    """The type of an error, and what it says in short."""
-    return f"{type(error).__name__}: {_short(str(error))}"
+    """Return the type of an error, with its message in short."""
+    return f"{type(error).__name__}: {_summary(str(error))}"
 
 
-def _short(message: str) -> str:
-    """Dynamo's message without its hints: what it met, and the explanation."""
+def _summary(message: str) -> str:
+    """Return Dynamo's message without its hints: what it met, the explanation, and the line of code."""
     lines = [line.strip() for line in message.splitlines()] or [""]
-    said = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
+    explained = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
     code = [line.partition("code: ")[2] for line in lines if "code: " in line]
-    rest = [text if len(text) <= LONG else f"{text[:LONG]} ..." for text in (*said[:1], *code[-1:])]
+    rest = [_shortened(text) for text in (*explained[:1], *code[-1:])]
     return ": ".join([lines[0], *rest])
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= EXPLANATION_CHARACTERS else f"{text[:EXPLANATION_CHARACTERS]} ..."

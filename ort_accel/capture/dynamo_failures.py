@@ -1,7 +1,7 @@
-"""Code that Dynamo fails on, by a fault of its own, runs in Python, and what it calls is captured by itself.
+"""Runs code in Python that Dynamo fails on by a fault of its own, and captures the functions that this code calls.
 
-Dynamo does so where it knows that it cannot capture something; other faults come out of it as errors. Behind a graph
-break a call cannot begin anew, as part of it has run. It uses what is private to torch; checked with 2.11 to 2.13.
+Dynamo does so itself where it knows that it cannot capture something; its other faults come out as errors. Behind a
+graph break a call cannot be repeated, as part of it has run. Private to torch; checked with torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import PurePath
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
 from torch._dynamo.convert_frame import ConvertFrame
@@ -20,10 +20,13 @@ from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import counters
 
-Note = Callable[[str, Exception, str], None]
-"""Told what is left to Python, the fault, and at which line it was."""
+if TYPE_CHECKING:
+    from torch._C._dynamo.eval_frame import _PyInterpreterFrame
 
-_WATCHING: ContextVar[LeftToPython | None] = ContextVar("what learns of code that Dynamo fails on", default=None)
+OnFailure = Callable[[str, Exception, str], None]
+"""Called with the code that is left to Python, the fault, and the line at which Dynamo failed."""
+
+_ACTIVE: ContextVar[LeftToPython | None] = ContextVar("handles failures of Dynamo", default=None)
 
 
 class NotCapturedError(Exception):
@@ -35,49 +38,49 @@ class NotCapturedError(Exception):
 
 
 class LeftToPython:
-    """Remembers the code that runs in Python, of the calls made for one function."""
+    """Remembers which code runs in Python, for the calls of one function."""
 
-    def __init__(self, note: Note) -> None:
-        self._note = note
+    def __init__(self, on_failure: OnFailure) -> None:
+        self._on_failure = on_failure
         self._entries: set[CodeType] = set()
-        self._codes: set[CodeType] = set()
+        self._skipped: set[CodeType] = set()
         self._present: CodeType | None = None
-        """What is being captured."""
+        """The code that is being captured."""
         self._failed: dict[CodeType, Exception] = {}
-        """Of the present call."""
+        """Failures of the present call."""
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether what is being captured is not where a call begins, but something that Python calls in it."""
+        """True if the code that is being captured is not the entry of a call, but called by Python within it."""
         return self._present not in self._entries
 
     def begins_at(self, code: CodeType) -> None:
-        """Where this code cannot be captured, the call fails, and can be made in another way."""
+        """Take this code for an entry: if it cannot be captured, the call fails, and the caller makes it anew."""
         self._entries.add(code)
 
     def leave(self, code: CodeType) -> None:
         """Do not try to capture this code any more."""
-        self._codes.add(code)
+        self._skipped.add(code)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch a call. If it ends in an error, the batch is at fault, not Dynamo, and what failed is tried again."""
+        """Handle Dynamo's failures in a call. If the call raises, the batch is at fault, and capture is tried again."""
         failed: dict[CodeType, Exception] = {}
         self._failed = failed
-        before = _WATCHING.set(self)
+        before = _ACTIVE.set(self)
         try:
             yield
         finally:
-            _WATCHING.reset(before)
+            _ACTIVE.reset(before)
             self._failed = {}
-        self._codes.update(failed)
-        innermost = {line_of_fault(fault) or code: code for code, fault in failed.items()}  # others fail for its sake
+        self._skipped.update(failed)
+        innermost = {line_of_fault(fault) or code: code for code, fault in failed.items()}  # callers fail with it
         for code in innermost.values():
-            self._note(f"code of {code.co_qualname}", failed[code], line_of_fault(failed[code]))
+            self._on_failure(f"code of {code.co_qualname}", failed[code], line_of_fault(failed[code]))
 
     def convert(self, code: CodeType, convert: Callable[[], ConvertFrameReturn]) -> ConvertFrameReturn:
-        """What Dynamo makes of some code, or that it is to run as it stands, this time."""
-        if code not in self._codes:
+        """Return Dynamo's conversion of some code, or the order to run it in Python this time."""
+        if code not in self._skipped:
             before, self._present = self._present, code
             try:
                 return convert()
@@ -94,19 +97,19 @@ class LeftToPython:
 
 
 def is_in_parts() -> bool:
-    """Whether Python, which calls what is being captured, goes on with its results before they are a model's."""
-    watching = _WATCHING.get()
-    return watching is not None and watching.is_in_parts
+    """True if Python calls what is being captured, and goes on with its results before they are a model's."""
+    active = _ACTIVE.get()
+    return active is not None and active.is_in_parts
 
 
 def line_of_fault(fault: Exception) -> str:
-    """The line of the model at which Dynamo failed, or an empty text."""
+    """Return the line of the model at which Dynamo failed, or an empty text."""
     frame = getattr(fault, "innermost_user_frame_summary", None)
     return f"{PurePath(frame.filename).name}:{frame.lineno}: {frame.line}" if frame is not None else ""
 
 
 def _is_fault_of_dynamo(error: Exception) -> bool:
-    """Whether Dynamo failed, not a backend. It may have been the batch that it failed on."""
+    """True if Dynamo failed, not a backend. The cause may still be the batch."""
     if isinstance(error, AssertionError):
         *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
         return str(innermost.f_globals.get("__name__", "")).startswith("torch._dynamo.")
@@ -114,21 +117,21 @@ def _is_fault_of_dynamo(error: Exception) -> bool:
 
 
 def _uncount(fault: Exception) -> None:
-    """Take a fault out of what Dynamo counts as graph breaks: the graph ends there, and nothing goes on behind it."""
+    """Remove a fault from Dynamo's count of graph breaks: no graph goes on behind it."""
     for message in [message for message in counters["unimplemented"] if str(fault).startswith(message)]:
         counters["unimplemented"].pop(message)
 
 
-def _watch_conversions() -> None:
-    usual = ConvertFrame.__call__
+def _patch_conversions() -> None:
+    original = ConvertFrame.__call__
 
-    def convert(self: Any, frame: Any, *args: Any, **kwargs: Any) -> ConvertFrameReturn:
-        watching = _WATCHING.get()
-        if watching is None:
-            return usual(self, frame, *args, **kwargs)
-        return watching.convert(frame.f_code, lambda: usual(self, frame, *args, **kwargs))
+    def convert(self: ConvertFrame, frame: _PyInterpreterFrame, *args: Any, **kwargs: Any) -> ConvertFrameReturn:
+        active = _ACTIVE.get()
+        if active is None:
+            return original(self, frame, *args, **kwargs)
+        return active.convert(frame.f_code, lambda: original(self, frame, *args, **kwargs))
 
     ConvertFrame.__call__ = convert  # type: ignore[method-assign]
 
 
-_watch_conversions()
+_patch_conversions()

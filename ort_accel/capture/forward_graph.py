@@ -1,6 +1,6 @@
-"""The forward graph before autograd: a small ATen graph, traced from what Dynamo captured.
+"""Traces what Dynamo captured into the forward graph before autograd: a small ATen graph.
 
-It uses what is private to torch; checked with torch 2.11 to 2.13.
+Private to torch; checked with torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -8,60 +8,61 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._guards import TracingContext, detect_fake_mode
+from torch._guards import Source, TracingContext, detect_fake_mode
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext
 from torch.fx.traceback import preserve_node_meta
 
-from ort_accel.capture.reuse_fake_results import KnownResults
+from ort_accel.capture.reuse_fake_results import ReusingInterpreter
 from ort_accel.graph.symbolic_sizes import SizeFunction, SymbolSource
 from ort_accel.row_skipping.pipeline import NothingToSkip
 
-PLAIN = {"use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop"}
-"""What a checkpoint may be told that changes none of its numbers: random ones are the same again in any case."""
+CHECKPOINT_OPTIONS = {"use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop"}
+"""Options of a checkpoint that do not change its results: random numbers are repeated in any case."""
 
 
 def breaks_off(module: fx.GraphModule) -> bool:
-    """Whether Python goes on after a graph with what it gave, instead of returning it."""
+    """True if a graph ends at a graph break, and Python goes on with its outputs."""
     reason = getattr(module, "compile_subgraph_reason", None)
     return reason is None or reason.graph_break
 
 
-def _symbols(size: Any) -> set[sympy.Symbol]:
+def _symbols(size: int | torch.SymInt) -> set[sympy.Symbol]:
     return size.node._expr.free_symbols if isinstance(size, torch.SymInt) else set()
 
 
 def own_backwards(module: fx.GraphModule) -> bool:
-    """Whether parts of a graph are differentiated, or run again, in a way that tracing would lose."""
+    """True if tracing would lose how parts of a graph are differentiated or recomputed."""
     return any(_is_lost(node) for node in module.graph.nodes)
 
 
 def _is_lost(node: fx.Node) -> bool:
-    """Of what is in a checkpointed part all is kept, but not what a script asks to be saved of it."""
+    """True for a higher-order operator, but for a checkpoint without a policy of what is saved."""
     if node.target is not tag_activation_checkpoint:
         return isinstance(node.target, torch._ops.HigherOrderOperator)
-    body = operator.attrgetter(node.args[0].target)(node.graph.owning_module)  # type: ignore[union-attr, arg-type]
-    return bool(node.kwargs.keys() - PLAIN) or "_checkpoint_context_fn" in body.meta or own_backwards(body)
+    name = cast("fx.Node", node.args[0]).target
+    body: fx.GraphModule = operator.attrgetter(str(name))(node.graph.owning_module)
+    return bool(node.kwargs.keys() - CHECKPOINT_OPTIONS) or "_checkpoint_context_fn" in body.meta or own_backwards(body)
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What must be so of the sizes of inputs and tables."""
+    """Conditions on the sizes of inputs and tables under which a graph holds."""
 
     source: SymbolSource
     checks: SizeFunction
 
     def __call__(self, arguments: Sequence[Any]) -> bool:
-        """Whether it is."""
+        """True if these inputs and tables meet them."""
         if not self.checks.sizes:
             return True
         values: dict[str, int] = {}
@@ -89,39 +90,38 @@ class Tracer:
     def smaller(
         self, module: fx.GraphModule, write: Callable[[Sequence[Any]], Any], tables: Sequence[Tensor]
     ) -> fx.GraphModule:
-        """The graph that `write` writes from the inputs and the tables, in the place of the one that was captured."""
+        """Return the graph that `write` makes from the inputs and the tables, to be compiled instead of `module`."""
         self._tables = [self.table(f"rows_{number}", table) for number, table in enumerate(tables)]
         smaller = self.trace(lambda *arguments: write(arguments), self._tables)
         smaller.meta = module.meta
-        sources: Any = module._param_name_to_source
-        for name, _ in smaller.named_buffers():  # numbers that are stored into tensors
-            sources = sources | {name: ConstantSource(name)}
-        smaller._param_name_to_source = sources
-        sources = iter(module.graph.find_nodes(op="placeholder"))
+        parameter_sources = cast("dict[str, Source]", module._param_name_to_source)
+        constants = {name: ConstantSource(name) for name, _ in smaller.named_buffers()}
+        smaller._param_name_to_source = cast("Any", {**parameter_sources, **constants})
+        captured = iter(module.graph.find_nodes(op="placeholder"))
         for node in smaller.graph.find_nodes(op="placeholder"):
-            source = next(sources, None)
-            node._dynamo_source = getattr(source, "_dynamo_source", None)
-            if source is not None and "tensor_dict" in source.meta:
-                node.meta["tensor_dict"] = source.meta["tensor_dict"]
+            original = next(captured, None)
+            node._dynamo_source = getattr(original, "_dynamo_source", None)
+            if original is not None and "tensor_dict" in original.meta:
+                node.meta["tensor_dict"] = original.meta["tensor_dict"]
         return smaller
 
     def conditions(self) -> Conditions:
-        """What was found out about the tables while graphs were compiled, as a check of inputs and tables.
+        """Move the guards on sizes of tables out of Dynamo's guards, and return them as a check.
 
-        Dynamo, which checks all else before it calls a graph, has never heard of the tables, so it is not told.
+        Dynamo does not know the tables, so it cannot check them before it calls a graph.
         """
         shapes = self._mode.shape_env
         assert shapes is not None
-        own = {symbol for fake in self._tables for size in fake.shape for symbol in _symbols(size)}
-        mine = [guard for guard in shapes.guards if guard.expr.free_symbols & own]
-        shapes.guards[:] = [guard for guard in shapes.guards if not guard.expr.free_symbols & own]
+        symbols = {symbol for fake in self._tables for size in fake.shape for symbol in _symbols(size)}
+        of_tables = [guard for guard in shapes.guards if guard.expr.free_symbols & symbols]
+        shapes.guards[:] = [guard for guard in shapes.guards if not guard.expr.free_symbols & symbols]
         source = SymbolSource()
         for position, fake in enumerate([*self._fakes, *self._tables]):
             source.learn(position, fake)
-        return Conditions(source, SizeFunction(sympy.Piecewise((1, guard.expr), (0, True)) for guard in mine))
+        return Conditions(source, SizeFunction(sympy.Piecewise((1, guard.expr), (0, True)) for guard in of_tables))
 
     def table(self, name: str, value: Tensor) -> Tensor:
-        """A fake for one more input, whose first dimension has a size of its own; the value is its example."""
+        """Return a fake for one more input like this example; its first dimension is dynamic."""
         source = ConstantSource(name)
         context = StatefulSymbolicContext(
             dynamic_sizes=[DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * (value.ndim - 1)],
@@ -133,13 +133,13 @@ class Tracer:
         return self._mode.from_tensor(value, symbolic_context=context, source=source)
 
     def trace(self, function: Callable[..., Any], more: Sequence[Tensor] = ()) -> fx.GraphModule:
-        """The graph of a function of the inputs and the tables; a graph's own nodes keep their lines of code."""
-        table = None
+        """Return the graph of a function of the inputs and the tables; a graph's nodes keep their lines of code."""
+        decompositions = None
         if isinstance(function, fx.GraphModule):
-            run = KnownResults(function, self._mode)
-            function, table = run.run, run.table
+            interpreter = ReusingInterpreter(function, self._mode)
+            function, decompositions = interpreter.run, interpreter.decompositions
         with self._mode, enable_python_dispatcher(), preserve_node_meta():
-            traced = make_fx(function, table, "real", pre_dispatch=True)(*self._fakes, *more)
+            traced = make_fx(function, decompositions, "real", pre_dispatch=True)(*self._fakes, *more)
         if any(isinstance(value, FakeTensor) for _, value in traced.named_buffers()):
             raise NothingToSkip("a tensor in it is made in a way that tracing does not see")
         return traced

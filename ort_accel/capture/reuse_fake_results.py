@@ -1,9 +1,8 @@
-"""Traces a captured graph with the results that Dynamo has already computed.
+"""Traces a captured graph with the fake results that Dynamo has already computed.
 
-What an operator gives on fake tensors with open sizes takes milliseconds to compute: attention 60 of them. Dynamo did
-so to capture the graph, and keeps the results. It uses what is private to torch; checked with torch 2.11 to 2.13.
-
-A checkpointed part is traced as what is in it, marked as what the backward computes again.
+Operators on fake tensors with dynamic sizes are slow. Dynamo ran them to capture the graph, and keeps the results.
+A checkpointed part is traced as its operators, marked for recomputation in the backward. Private to torch; checked with
+torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import SymFloat, SymInt, Tensor, fx
@@ -27,9 +26,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ort_accel.recompute.checkpoint_marks import mark
 
+if TYPE_CHECKING:
+    from torch.fx.experimental.proxy_tensor import PythonKeyTracer
+    from torch.fx.node import Argument
+
 aten = torch.ops.aten
 
-CALLS: dict[OpOverload, set[Any]] = {
+FUNCTIONS: dict[OpOverload, set[Callable[..., object] | str]] = {
     aten.add.Tensor: {operator.add, torch.add, "add"},
     aten.__and__.Tensor: {operator.and_},
     aten.cat.default: {torch.cat},
@@ -56,14 +59,18 @@ CALLS: dict[OpOverload, set[Any]] = {
     aten.view.default: {"view"},
     aten.where.self: {torch.where},
 }
-"""Operators that cost much, with the functions and methods whose result is the operator's."""
+"""Operators that are costly on fake tensors, with the functions and methods that give the same result."""
 
-PARTS: dict[type, OpOverload] = {slice: aten.slice.Tensor, int: aten.select.int, type(None): aten.unsqueeze.default}
-"""The operator that an index of each kind stands for."""
+INDEX_OPERATORS: dict[type, OpOverload] = {
+    slice: aten.slice.Tensor,
+    int: aten.select.int,
+    type(None): aten.unsqueeze.default,
+}
+"""The operator for an index of each type."""
 
 
-class KnownResults(fx.Interpreter):
-    """Runs a captured graph while it is traced; `table` is the table of decompositions to trace it with."""
+class ReusingInterpreter(fx.Interpreter):
+    """Runs a captured graph under a trace, and puts results of Dynamo in place of running costly operators."""
 
     def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
         """`mode` is that of the inputs."""
@@ -71,88 +78,88 @@ class KnownResults(fx.Interpreter):
         self._mode = mode
         self._node: fx.Node | None = None
         self._is_cast = False
-        self.regions = count(1)
-        """Numbers for checkpointed parts."""
-        self.table: dict[OpOverload, Callable[..., Any]] = {
-            op: partial(self._record, op) for op in (*CALLS, *PARTS.values())
+        self.checkpoint_numbers = count(1)
+        self.decompositions: dict[OpOverload, Callable[..., Any]] = {
+            op: partial(self._record, op) for op in (*FUNCTIONS, *INDEX_OPERATORS.values())
         }
+        """To be traced with; each records its operator."""
 
     def run_node(self, n: fx.Node) -> Any:
-        self.note(n)
+        self.enter(n)
         if n.target is tag_activation_checkpoint:
-            return run_again(self, n, self)
+            return run_checkpoint(self, n, self)
         return super().run_node(n)
 
-    def note(self, node: fx.Node) -> None:
-        """Learn which node is run next."""
+    def enter(self, node: fx.Node) -> None:
+        """Note the node that runs next."""
         self._node = node
-        self._is_cast |= node.target is _enter_autocast and _changes_types(*node.args)
+        self._is_cast |= node.target is _enter_autocast and _changes_dtypes(*node.args)
 
     def _record(self, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        """Write an operator into the trace, with the result that is known; `NotImplemented` where none is."""
-        known = self._known(op)
+        """Record an operator in the trace, with its known result; `NotImplemented` if none is known."""
+        known = self._known_result(op)
         if known is None:
             return NotImplemented
         with proxy_tensor.maybe_enable_thunkify(), proxy_tensor.disable_proxy_modes_tracing() as mode:
-            tracer: Any = mode.tracer
-            if not _is_traced(known.shape, tracer) or _is_constant((args, kwargs), tracer):
+            tracer = cast("PythonKeyTracer", mode.tracer)
+            if not _are_traced(known.shape, tracer) or _is_constant((args, kwargs), tracer):
                 return NotImplemented
-            given, named = tree_map(partial(_proxy, tracer), (args, kwargs))
+            proxy_args, proxy_kwargs = tree_map(partial(_proxy, tracer), (args, kwargs))
             name = tracer.graph._target_to_str(op.overloadpacket.__name__)
-            proxy = tracer.create_proxy("call_function", op, given, named, name=name)
+            proxy = tracer.create_proxy("call_function", op, proxy_args, proxy_kwargs, name=name)
             result = fast_detach(self._mode, known)
             return proxy_tensor.track_tensor_tree(result, proxy, constant=None, tracer=tracer)
 
-    def _known(self, op: OpOverload) -> FakeTensor | None:
-        """What Dynamo computed for the node at hand, if that is one call of the operator."""
+    def _known_result(self, op: OpOverload) -> FakeTensor | None:
+        """Return Dynamo's result for the present node, if that is one call of the operator."""
         assert self._node is not None
         known = self._node.meta.get("example_value")
         if self._is_cast or not _is_call(self._node, op) or type(known) is not FakeTensor:
             return None
         # A tensor that was written into may have another shape by now; one that is an argument is no new one.
         is_changed = known.is_inference() or known._version
-        is_given = any(item.meta.get("example_value") is known for item in self._node.all_input_nodes)
-        return None if is_changed or is_given else known
+        is_argument = any(item.meta.get("example_value") is known for item in self._node.all_input_nodes)
+        return None if is_changed or is_argument else known
 
 
-def run_again(reader: fx.Interpreter, node: fx.Node, around: KnownResults) -> Any:
-    """What a checkpointed part gives, which `node` calls."""
-    (body, *args), _ = reader.fetch_args_kwargs_from_env(node)
-    return _Again(body, around).run(*args)
+def run_checkpoint(interpreter: fx.Interpreter, node: fx.Node, outermost: ReusingInterpreter) -> Any:
+    """Run the checkpointed part that a node of `interpreter` calls, and return its results."""
+    (body, *args), _ = interpreter.fetch_args_kwargs_from_env(node)
+    return _CheckpointInterpreter(body, outermost).run(*args)
 
 
-class _Again(fx.Interpreter):
-    """Runs the graph of a checkpointed part while the one around it is traced."""
+class _CheckpointInterpreter(fx.Interpreter):
+    """Runs the graph of a checkpointed part, and marks its nodes, while the outermost graph is traced."""
 
-    def __init__(self, body: fx.GraphModule, around: KnownResults) -> None:
+    def __init__(self, body: fx.GraphModule, outermost: ReusingInterpreter) -> None:
         super().__init__(body)
-        self._around, self._region = around, next(around.regions)
+        self._outermost, self._number = outermost, next(outermost.checkpoint_numbers)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_function" or n.op == "call_method":
-            mark(n, self._region)
-            self._around.note(n)
+            mark(n, self._number)
+            self._outermost.enter(n)
         if n.target is tag_activation_checkpoint:
-            return run_again(self, n, self._around)
+            return run_checkpoint(self, n, self._outermost)
         return super().run_node(n)
 
 
-def _changes_types(kind: Any, _: Any, enabled: Any, *__: Any) -> bool:
-    """Whether autocast within a graph, which a trace writes down without obeying it, gives results of other types."""
-    return bool(enabled) or torch.is_autocast_enabled(kind)
+def _changes_dtypes(device_type: Any, _: Argument, enabled: Argument, *__: Argument) -> bool:
+    """True if autocast within a graph, which a trace records but does not apply, gives results of other types."""
+    return bool(enabled) or torch.is_autocast_enabled(device_type)
 
 
 def _is_call(node: fx.Node, op: OpOverload) -> bool:
-    """Whether a node is one call of an operator, and nothing else."""
+    """True if a node is one call of an operator, and nothing else."""
     if node.target is not operator.getitem:
-        return node.target in CALLS.get(op, ())
+        return node.target in FUNCTIONS.get(op, ())
     index = node.args[1] if isinstance(node.args[1], tuple) else node.args[1:]
     parts = [item for item in index if item is not Ellipsis]
-    return len(parts) == 1 and PARTS.get(type(parts[0])) is op
+    return len(parts) == 1 and INDEX_OPERATORS.get(type(parts[0])) is op
 
 
-def _is_traced(sizes: Iterable[int | SymInt], tracer: Any) -> bool:
-    """Whether the trace has all sizes already; these are then taken for what they are in the trace."""
+def _are_traced(sizes: Iterable[int | SymInt], tracer: PythonKeyTracer) -> bool:
+    """True if the trace has all sizes; these objects then stand for the nodes that it has."""
     for size in sizes:
         if isinstance(size, SymInt) and not size.node.expr.is_number:
             found = proxy_tensor.get_proxy_slot(size, tracer, None)
@@ -162,15 +169,15 @@ def _is_traced(sizes: Iterable[int | SymInt], tracer: Any) -> bool:
     return True
 
 
-def _is_constant(arguments: Any, tracer: Any) -> bool:
-    """Whether the trace knows the elements of all tensors, such as `torch.tensor(0.5)`, and may compute with them."""
+def _is_constant(arguments: Any, tracer: PythonKeyTracer) -> bool:
+    """True if the trace knows the elements of all tensors, such as `torch.tensor(0.5)`, and may compute with them."""
     tensors = (item for item in tree_leaves(arguments) if isinstance(item, Tensor))
     slots = (proxy_tensor.get_proxy_slot(item, tracer, None) for item in tensors)
     return all(slot.constant is not None for slot in slots if slot is not None)
 
 
-def _proxy(tracer: Any, item: Any) -> Any:
-    """What stands for an argument in the trace."""
+def _proxy(tracer: PythonKeyTracer, item: Any) -> object:
+    """Return the trace's proxy for an argument."""
     if isinstance(item, SymInt | SymFloat):
         return proxy_tensor.fetch_sym_proxy(tracer)(item)
     return tracer.unwrap_proxy(item)

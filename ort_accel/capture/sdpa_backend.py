@@ -1,4 +1,4 @@
-"""`compute.attention`: which way of computing attention PyTorch writes into the graph while it is captured."""
+"""Chooses the backend of scaled dot-product attention that PyTorch captures (`compute.attention`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ort_accel.errors import OrtAccelError, first_line
 
-WAYS = {
+BACKENDS = {
     "fused": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION],
     "flash": [SDPBackend.FLASH_ATTENTION],
     "efficient": [SDPBackend.EFFICIENT_ATTENTION],
@@ -19,16 +19,16 @@ WAYS = {
 
 @contextmanager
 def attention_as(wish: str) -> Iterator[None]:
-    """While this is entered, captured attention is written as wished. `auto` leaves the choice to PyTorch.
+    """Capture attention with the backend of this name. `auto` leaves the choice to PyTorch.
 
-    A fused kernel stays one node, in both directions, which PyTorch runs; products become products in ONNX Runtime. A
-    kernel that was named and cannot run here (with dropout on CPU, say) is an error.
+    A fused kernel stays one node in forward and backward, which PyTorch runs; `products` become matrix products in ONNX
+    Runtime. A named backend that cannot run here, such as one with dropout on the CPU, is an error.
     """
-    if wish not in WAYS:
+    if wish not in BACKENDS:
         yield
         return
     try:
-        with sdpa_kernel(WAYS[wish]):
+        with sdpa_kernel(BACKENDS[wish]):
             yield
     except RuntimeError as error:
         if "No viable backend" not in str(error):

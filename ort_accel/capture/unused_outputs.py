@@ -1,8 +1,7 @@
-"""Gradients that eager mode would not give.
+"""Removes zero gradients that eager mode would not give.
 
-To autograd a compiled graph is one node. What a loss does not use of its outputs it takes for zeros, and so it gives
-zeros to parameters on which only these outputs depend. In eager mode they have no gradient, and an optimizer leaves
-them alone; weight decay would shrink them by what looks like a gradient.
+To autograd a compiled graph is one node. Autograd takes the gradients of unused outputs for zeros, so parameters on
+which only these outputs depend get zeros. In eager mode they get None, and no weight decay from the optimizer.
 
 AOTAutograd's names for the inputs and outputs of its graphs are private to torch; checked with torch 2.11 to 2.13.
 """
@@ -15,60 +14,61 @@ from typing import Any
 
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput
+from torch.autograd.graph import Node
 
 from ort_accel.graph.nodes import returned
 
-NODE = "CompiledFunctionBackward"
-"""What autograd calls the node of a graph that AOTAutograd compiled."""
+BACKWARD_NODE = "CompiledFunctionBackward"
+"""The name of the autograd node of a graph that AOTAutograd compiled."""
 
 
 @dataclass(frozen=True)
 class Partial:
-    """A gradient that does not come from all of a graph's outputs."""
+    """A gradient that depends on some of a graph's outputs only."""
 
     edge: int
-    """Its place among the tensors that the graph is called with."""
+    """Its index among the tensors that the graph is called with."""
     tensors: int
-    """How many these are."""
+    """The number of these tensors."""
     outputs: frozenset[int]
-    """The places of the outputs that it comes from."""
+    """Indices of the outputs that it depends on."""
 
 
 def partial_gradients(joint: fx.Graph, outputs: int) -> list[Partial]:
-    """The gradients of a joint graph that come from some of its outputs only; the forward has so many outputs.
+    """Return the gradients of a joint graph that depend on some of its forward's `outputs` only.
 
-    It is an empty list where a gradient comes in for something that is not described as an output.
+    The list is empty if an incoming gradient is not described as that of an output.
     """
     inputs = joint.find_nodes(op="placeholder")
-    place = {name: place for place, name in enumerate(joint.output_node().meta.get("desc", ())[:outputs])}
-    tangents = {node: place.get(node.meta["desc"].output) for node in inputs if _is_tangent(node)}
-    sources = _sources(joint, tangents)
-    everything = frozenset(tangents.values())
-    given = [node for node in inputs if node not in tangents]
+    index_of = {name: index for index, name in enumerate(joint.output_node().meta.get("desc", ())[:outputs])}
+    tangents = {node: index_of.get(node.meta["desc"].output) for node in inputs if _is_tangent(node)}
+    known = {node: index for node, index in tangents.items() if index is not None}
+    primals = [node for node in inputs if node not in tangents]
     gradients = returned(joint)[outputs:]
-    if None in everything or len(given) != len(gradients):
+    if len(known) != len(tangents) or len(primals) != len(gradients):
         return []
-    tensors = [index for index, node in enumerate(given) if isinstance(node.meta.get("val"), Tensor)]
+    sources, everything = _sources(joint, known), frozenset(known.values())
+    tensors = [index for index, node in enumerate(primals) if isinstance(node.meta.get("val"), Tensor)]
     found = [(edge, gradients[index]) for edge, index in enumerate(tensors)]
     reached = [(edge, sources[node]) for edge, node in found if isinstance(node, fx.Node)]
-    return [Partial(edge, len(tensors), places) for edge, places in reached if places and places != everything]
+    return [Partial(edge, len(tensors), indices) for edge, indices in reached if indices and indices != everything]
 
 
 def _is_tangent(node: fx.Node) -> bool:
     return isinstance(node.meta.get("desc"), TangentAOTInput)
 
 
-def _sources(joint: fx.Graph, tangents: dict[fx.Node, int | None]) -> dict[fx.Node, frozenset[Any]]:
-    """For each node the outputs whose gradients it is computed from."""
-    sources: dict[fx.Node, frozenset[Any]] = {}
+def _sources(joint: fx.Graph, tangents: dict[fx.Node, int]) -> dict[fx.Node, frozenset[int]]:
+    """Return for each node the outputs whose gradients it is computed from."""
+    sources: dict[fx.Node, frozenset[int]] = {}
     for node in joint.nodes:
-        own = {tangents[node]} if node in tangents else ()
-        sources[node] = frozenset().union(own, *(sources[item] for item in node.all_input_nodes))
+        direct = {tangents[node]} if node in tangents else set()
+        sources[node] = frozenset(direct.union(*(sources[item] for item in node.all_input_nodes)))
     return sources
 
 
 class WithoutUnused:
-    """A compiled graph that gives a gradient only where a loss used what it comes from."""
+    """A compiled graph that gives a partial gradient only if the loss used one of its outputs."""
 
     def __init__(self, run: Callable[..., Any], partial: Sequence[Partial]) -> None:
         self._run, self._partial = run, partial
@@ -79,36 +79,38 @@ class WithoutUnused:
         if node is not None:
             targets = node.next_functions
             partial = [(item, targets[item.edge][0]) for item in self._partial if item.tensors == len(targets)]
-            node.register_hook(_LeaveOut(partial))
+            node.register_hook(_DropUnused(partial))
         return outputs
 
 
-def nodes_of(outputs: Sequence[Any], inputs: Sequence[Any]) -> Iterator[Any]:
-    """The node of a graph that was just called, as often as an output belongs to it."""
+def nodes_of(outputs: Sequence[object], inputs: Sequence[object]) -> Iterator[Node]:
+    """Yield the autograd node of a graph that was just called, once for each output that belongs to it."""
     before = {id(item.grad_fn) for item in inputs if isinstance(item, Tensor)}
     for item in outputs:
         node = item.grad_fn if isinstance(item, Tensor) else None
-        if type(node).__name__ == NODE and id(node) not in before:
+        if node is not None and type(node).__name__ == BACKWARD_NODE and id(node) not in before:
             yield node
 
 
-class _LeaveOut:
-    """Takes away, behind the backward of one call, what was computed from zeros."""
+class _DropUnused:
+    """A hook behind the backward of one call that drops gradients which were computed from zeros."""
 
-    def __init__(self, partial: Sequence[tuple[Partial, Any]]) -> None:
-        """Each of them with the node of autograd that its gradient goes to."""
+    def __init__(self, partial: Sequence[tuple[Partial, Node | None]]) -> None:
+        """`partial` has each gradient with the autograd node that it goes to."""
         self._partial = partial
 
-    def __call__(self, given: Sequence[Tensor | None], came: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        used = {place for place, gradient in enumerate(came) if gradient is not None}
-        left = list(given)
+    def __call__(
+        self, gradients: Sequence[Tensor | None], incoming: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        used = {index for index, gradient in enumerate(incoming) if gradient is not None}
+        kept = list(gradients)
         for item, target in self._partial:
-            if not item.outputs & used and not _is_watched(target):
-                left[item.edge] = None
-        return tuple(left)
+            if not item.outputs & used and not _has_hooks(target):
+                kept[item.edge] = None
+        return tuple(kept)
 
 
-def _is_watched(target: Any) -> bool:
-    """Whether it goes to a parameter with hooks, which autograd would call without a gradient; eager mode does not."""
+def _has_hooks(target: Node | None) -> bool:
+    """True if a gradient goes to a parameter with hooks, which autograd would call with None, unlike eager mode."""
     parameter = getattr(target, "variable", None)
     return parameter is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

@@ -87,8 +87,6 @@ def _record_engine(config: Config, report: Report) -> None:
     _record_wish(
         "engine.cache_dir", f"what is compiled is kept in {engine.cache_dir}" if engine.cache_dir else "", report
     )
-    unseen = "a kind of call that was checked is not checked again; changes of the model go unseen"
-    _record_wish("engine.skip_checks", unseen if engine.skip_checks else "", report)
     _record_wish("engine.save_onnx", f"models are written to {engine.save_onnx}" if engine.save_onnx else "", report)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import finalize, ref
@@ -14,11 +14,9 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from ort_accel.capture.dynamic_shapes import Foreseen, OpenSizes
+from ort_accel.capture.dynamic_shapes import Foreseen, OpenSizes, settle_problem_type
 from ort_accel.capture.dynamo import GraphBreaks, capturing, forget, graph_breaks_in
 from ort_accel.capture.dynamo_failures import LeftToPython, NotCapturedError, line_of_fault
-from ort_accel.capture.problem_type import settle_problem_type
-from ort_accel.capture.skip_checks import Checks
 from ort_accel.compiler.backend import Backend
 from ort_accel.compiler.row_dispatch import Mode
 from ort_accel.graph_cache.store import FOUND
@@ -51,7 +49,6 @@ class Compiled:
         self._calls: dict[Mode | None, Callable[..., object]] = {}
         self._open_sizes = OpenSizes(backend.foreseen) if backend.config.engine.dynamic_shapes == "auto" else None
         self._breaks = GraphBreaks()
-        self._checks = Checks(backend.report) if backend.config.engine.skip_checks else None
         self._left_to_python = LeftToPython(backend.policy.not_compiled)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -85,15 +82,14 @@ class Compiled:
         ):
             mode = backend.skipping.mode
             compiled = self._compiled(mode)
-            with self._checks.skipped_where_known(leaves, mode) if self._checks else nullcontext():
-                failure: Exception | None = None
-                try:
-                    with self._timed():
-                        result = compiled(*args, **kwargs)
-                except Exception as error:
-                    if not isinstance(error, NotCapturedError) and not is_failed_check(error):
-                        raise
-                    failure = error
+            failure: Exception | None = None
+            try:
+                with self._timed():
+                    result = compiled(*args, **kwargs)
+            except Exception as error:
+                if not isinstance(error, NotCapturedError) and not is_failed_check(error):
+                    raise
+                failure = error
             if isinstance(failure, NotCapturedError):
                 return self._in_python(failure, args, kwargs)
             if failure is not None:  # eager mode raises the model's own error for the batch

@@ -105,7 +105,12 @@ _FALLBACKS = (
     "FALLBACK_UNSUPPORTED_ONNX_MODEL",
     "FALLBACK_BAD_INITIALIZATION",
 )
-_SKIPPED = ("SKIP_CHECK_DEVICE", "SKIP_CHECK_BUILD_GRADIENT", "SKIP_CHECK_EXECUTION_AGENT")
+_SKIP_CHECKS = (
+    "SKIP_CHECK_DISABLED",
+    "SKIP_CHECK_DEVICE",
+    "SKIP_CHECK_BUILD_GRADIENT",
+    "SKIP_CHECK_EXECUTION_AGENT",
+)
 
 
 def fallback(value: str, _: Values) -> Iterator[Outcome]:
@@ -137,11 +142,8 @@ def checkpoint(value: str, values: Values) -> Iterator[Outcome]:
 
 
 def skip_checks(value: str, _: Values) -> Iterator[Outcome]:
-    names = _names(value, ("SKIP_CHECK_DISABLED", *_SKIPPED), what="check")
-    if "SKIP_CHECK_DISABLED" in names or names.issuperset(_SKIPPED):
-        yield Setting("engine.skip_checks", "SKIP_CHECK_DISABLED" not in names)
-    else:
-        yield Setting("engine.skip_checks", False, "The checks are skipped all or none; upstream skipped some of them.")
+    _names(value, _SKIP_CHECKS, what="check")
+    yield NoCounterpart("a changed model is always noticed; without its checks, upstream went on with the old one")
 
 
 def compute_optimizer(value: str, _: Values) -> Iterator[Outcome]:

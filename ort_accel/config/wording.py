@@ -17,6 +17,10 @@ from ort_accel.errors import Problem
 EXTENDS = "extends"
 WITHOUT_QUOTES = " without quotes"
 _OTHER_NAMES = {"gpu": "cuda", "none": "null", "nil": "null"}
+_REMOVED: dict[KeyPath, str] = {
+    ("engine", "skip_checks"): "with it, a model that changed between steps gave wrong results; delete this line"
+}
+"""Keys that earlier versions had, and why they are gone."""
 _OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 
 
@@ -46,6 +50,8 @@ def _mistake(tree: Node, path: KeyPath, kinds: list[str], message: str) -> tuple
 
 
 def _unknown_key(path: KeyPath) -> str:
+    if (reason := _REMOVED.get(path)) is not None:
+        return f"this key was removed: {reason}"
     section, key = path[:-1], str(path[-1])
     siblings = keys_of(section) + ([] if section else [EXTENDS])
     return f"unknown key{_meant(_similar_key(section, key, siblings))} allowed: {', '.join(siblings)}"

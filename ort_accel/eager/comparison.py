@@ -1,9 +1,9 @@
 """Compares the engine's training steps with eager PyTorch's during the training, and runs the faster of the two.
 
 1. A small model begins in eager mode, and is compiled once its steps have taken as long as compiling would.
-2. When the engine's steps compile nothing any more, engine and eager mode take turns until it is clear who is faster.
-3. The faster one goes on. A pair of steps is compared again from time to time, and sooner when the pace changes. How
-   often depends on what the slower step costs: about one part in a hundred of the whole time.
+2. When the engine's steps compile nothing any more, engine and eager mode take turns until one is clearly faster.
+3. The faster one goes on. A pair of steps is compared again from time to time, and sooner when the pace changes. The
+   cost of the slower steps decides how often: it stays at about one part in a hundred of the whole time.
 
 Eager steps are steps of the training: they draw the same random numbers and give the same gradients up to rounding.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from ort_accel.config import Config
 from ort_accel.eager.rerun import generator_of
-from ort_accel.eager.step_clock import MOST_CALLS, DeviceMoment, HostMoment, Step
+from ort_accel.eager.step_clock import MOST_CALLS, DeviceMoment, HostMoment, Moment, Result, Step
 from ort_accel.graph_cache.store import FOUND
 from ort_accel.memory.out_of_memory import is_lack_of_memory
 from ort_accel.memory.process_memory import available
@@ -31,29 +30,31 @@ from ort_accel.reporting import EAGER, ENGINE, Report, StepComparison
 FEATURE = "engine.compare_with_eager"
 
 SMALL_FLOPS = 1e9
-"""A model whose step takes fewer operations begins in eager mode: its steps take milliseconds, compiling it seconds."""
+"""A model whose step takes fewer operations begins in eager mode."""
 COMPILE_S, COMPILE_S_PER_LAYER = 1.0, 0.1
-"""What compiling is assumed to take, and for each module with parameters of its own."""
+"""The time that compiling is assumed to take, in all and for each module with parameters of its own."""
 SETTLED_STEPS = 3
-"""Steps of the engine without a compilation before it is compared."""
+"""Steps of the engine without a compilation, before it is compared."""
 MOST_PAIRS = 12
-"""Pairs of steps after which the median decides, however close the two are."""
-TIE = 1.01
-"""The engine goes on while its steps take at most so many times eager's."""
-CLEAR = {1: 2.5, 2: 1.5, 3: 1.25, 4: 1.08}
-"""From so many pairs on it is decided if every pair differs by more than this factor in the same direction."""
-LEAD = 4
-"""Otherwise one of the two must have won so many pairs more than the other."""
+"""Pairs of steps after which the median decides in any case."""
+TIE_RATIO = 1.01
+"""The engine goes on while its steps take at most this many times eager's."""
+CLEAR_RATIOS = {1: 2.5, 2: 1.5, 3: 1.25, 4: 1.08}
+"""For a number of pairs, the factor that decides if every pair differs by more, in the same direction."""
+LEAD_PAIRS = 4
+"""Otherwise one of the two must have won this many pairs more than the other."""
 PAIRS_KEPT = 9
-RARELY = 16
-"""Steps between comparisons at the least."""
+"""Pairs of which the median is taken."""
+MIN_INTERVAL_STEPS = 16
+"""The least number of steps between comparisons."""
 COST_SHARE = 0.01
 """Share of the time that later comparisons may cost."""
-CONTRADICTION = 1.05
+CONTRADICTION_RATIO = 1.05
 """A later pair that differs by more than this factor from a tie, against the decision, opens the comparison again."""
-PACE_CHANGE = 1.3
-"""A change of the pace, by this factor, after which the two are compared anew."""
+PACE_CHANGE_RATIO = 1.3
+"""The change of the pace after which the two are compared anew."""
 PACE_STEPS = 8
+"""Steps over which the pace is measured."""
 MEMORY_SHARE = 0.5
 """Share of the free memory that an eager step may be expected to take."""
 
@@ -62,18 +63,18 @@ class EagerComparison:
     """Decides for each training step of one model who runs it."""
 
     def __init__(self, config: Config, report: Report, device: torch.device, *, sees_steps: bool) -> None:
-        """`sees_steps` says that a call is the whole model's."""
+        """`sees_steps`: a call is one of the whole model."""
         self._report, self._device = report, device
-        self._now: Callable[[], Any] = DeviceMoment if device.type == "cuda" else HostMoment
+        self._now: Callable[[], Moment] = DeviceMoment if device.type == "cuda" else HostMoment
         self._why_not = why_not(config, sees_steps)
         self._follows_pytorch = config.engine.deterministic == "auto"
         self._start = SmallStart()
-        self._rivals = Rivals()
+        self._turns = Turns()
         self._captured_bytes, self._eager_bytes = 0, 0
         self._step: Step | None = None
         self._is_in_eager = False
         self._under_way: list[tuple[Step, bool]] = []
-        """Steps whose times are not known yet, and whether eager mode runs them."""
+        """Steps whose times are not known yet; with True for those in eager mode."""
         self._steps, self._compilations, self._since_compilation = 0, 0, 0
         report.off(FEATURE, self._why_not or "no step has been compared yet")
 
@@ -83,12 +84,14 @@ class EagerComparison:
         return not self._why_not and self._steps > 0 and self._start.is_on
 
     def captured(self, module: torch.fx.GraphModule) -> None:
-        """Note what the results of a captured graph take: eager mode may hold all of them."""
+        """Add the bytes of a captured graph's results: eager mode may hold all of them."""
         if not self._why_not and torch.is_grad_enabled():
             self._captured_bytes += _bytes_of_results(module)
 
-    def call(self, model: nn.Module, inputs: Sequence[Any], engine: Callable[[], Any], eager: Callable[[], Any]) -> Any:
-        """Make a training call, by the one whose turn it is."""
+    def call(
+        self, model: nn.Module, inputs: Sequence[object], engine: Callable[[], Result], eager: Callable[[], Result]
+    ) -> Result:
+        """Make a training call on the engine or in eager mode."""
         if self._why_not or (self._follows_pytorch and torch.are_deterministic_algorithms_enabled()):
             return engine()
         step = self._step
@@ -103,8 +106,10 @@ class EagerComparison:
         self._note_compilations(step)
         return result
 
-    def _in_eager(self, step: Step, inputs: Sequence[Any], engine: Callable[[], Any], eager: Callable[[], Any]) -> Any:
-        """Make a call in eager mode, or on the engine after all where memory does not suffice for that."""
+    def _in_eager(
+        self, step: Step, inputs: Sequence[object], engine: Callable[[], Result], eager: Callable[[], Result]
+    ) -> Result:
+        """Make a call in eager mode; if memory does not suffice, make it on the engine, and compare no more."""
         generator = generator_of(self._device)
         random = generator.get_state()
         try:
@@ -116,27 +121,27 @@ class EagerComparison:
         self._give_up("memory does not suffice for a step of eager mode")
         return engine()
 
-    def _begin(self, model: nn.Module, inputs: Sequence[Any]) -> Step:
-        """Begin a step, and settle who runs it."""
+    def _begin(self, model: nn.Module, inputs: Sequence[object]) -> Step:
+        """Begin a step, and decide who runs it."""
         self._take_times()
         self._steps += 1
         if self._steps == 1 and self._start.begin(model, inputs):
-            self._report.off(FEATURE, self._start.in_words())
-            say(self._start.in_words())
-        self._is_in_eager = self._start.is_on or self._rivals_turn()
+            self._report.off(FEATURE, self._start.describe())
+            say(self._start.describe())
+        self._is_in_eager = self._start.is_on or self._is_eager_turn()
         return Step(self._now, self._ended)
 
-    def _rivals_turn(self) -> bool:
+    def _is_eager_turn(self) -> bool:
         """True if eager mode runs the next step; the first comparison waits until the engine compiles no more."""
-        if not self._rivals.is_decided and self._since_compilation < SETTLED_STEPS:
+        if not self._turns.is_decided and self._since_compilation < SETTLED_STEPS:
             return False
-        if self._rivals.is_due and (reason := self._no_room()):
+        if self._turns.is_due and (reason := self._no_room()):
             self._give_up(reason)
             return False
-        return self._rivals.next_is_eager()
+        return self._turns.next_is_eager()
 
     def _no_room(self) -> str:
-        """Why eager mode might not hold a step; empty where it will."""
+        """Return why memory might not suffice for a step of eager mode; empty if it will."""
         needed, free = self._eager_bytes, _free_bytes(self._device)
         if free is None or needed <= MEMORY_SHARE * free:
             return ""
@@ -158,7 +163,7 @@ class EagerComparison:
         self._take_times()
 
     def _take_times(self) -> None:
-        """Take in the steps that the device has ended."""
+        """Evaluate the steps that the device has ended."""
         while self._under_way:
             step, in_eager = self._under_way[0]
             if (seconds := step.seconds()) is None:
@@ -167,21 +172,21 @@ class EagerComparison:
             if self._start.is_on:
                 self._start.took(seconds)
                 self._report.counters["steps of a small model in eager mode"] += 1
-            elif step.is_typical and self._rivals.took(seconds / max(1, step.elements), in_eager):
+            elif step.is_typical and self._turns.took(seconds / max(1, step.elements), in_eager):
                 self._decided()
 
     def _decided(self) -> None:
-        """Write down who runs the next steps; say it where that is another one than before."""
+        """Report who runs the next steps; log it if that has changed."""
         before = self._report.comparison
-        in_eager, ratio = self._rivals.prefers_eager, self._rivals.ratio
+        in_eager, ratio = self._turns.prefers_eager, self._turns.ratio
         runner = EAGER if in_eager else ENGINE
-        self._report.comparison = found = StepComparison(runner, ratio, self._rivals.pairs, self._steps)
+        self._report.comparison = found = StepComparison(runner, ratio, self._turns.pairs, self._steps)
         self._report.applied(FEATURE, str(found))
         if before is None or before.runner != runner:
             say(str(found))
 
     def _give_up(self, reason: str) -> None:
-        """Compare no more; the engine runs all steps from here on."""
+        """Compare no more: the engine runs all steps from here on."""
         self._why_not = reason
         self._report.off(FEATURE, reason)
         LOG.info("steps are not compared with eager PyTorch: %s", reason)
@@ -194,8 +199,8 @@ class SmallStart:
         self.is_on = False
         self._compile_s, self._spent_s = 0.0, 0.0
 
-    def begin(self, model: nn.Module, inputs: Sequence[Any]) -> bool:
-        """Estimate from parameters and the first batch what a step takes; True if the model begins in eager mode."""
+    def begin(self, model: nn.Module, inputs: Sequence[object]) -> bool:
+        """Estimate the operations of a step from parameters and first batch; True if it begins in eager mode."""
         flops_per_element = 6 * sum(each.numel() for each in model.parameters() if not is_lazy(each))
         elements = max((item.numel() for item in inputs if isinstance(item, torch.Tensor)), default=0)
         layers = sum(1 for module in model.modules() if any(True for _ in module.parameters(recurse=False)))
@@ -204,32 +209,32 @@ class SmallStart:
         return self.is_on
 
     def took(self, seconds: float) -> None:
-        """Add a step in eager mode; the last one is that with which they have taken as long as compiling would."""
+        """Add a step in eager mode, and end once these have taken as long as compiling would."""
         self._spent_s += seconds
         self.is_on = self._spent_s < self._compile_s
 
-    def in_words(self) -> str:
-        """What is done with the model, for people."""
+    def describe(self) -> str:
+        """Say what is done with the model."""
         return (
             "this model is small and trains in eager PyTorch first; it is compiled once its steps have taken "
             f"{self._compile_s:.0f} s, about as long as compiling it takes"
         )
 
 
-class Rivals:
-    """Engine and eager mode as they take turns, and who of them is faster."""
+class Turns:
+    """Lets engine and eager mode take turns, and decides which is faster."""
 
     def __init__(self) -> None:
         self.is_decided, self.prefers_eager = False, False
         self.pairs = 0
         self.ratio = 1.0
-        self._turns: list[bool] = []
-        """Who runs the next steps of the present pair, True for eager mode."""
+        self._pending: list[bool] = []
+        """The next steps of the present pair, True for eager mode."""
         self._compares = True
         self._is_open = True
-        """True while pairs must show clearly who is faster; a later pair that confirms the decision is enough alone."""
+        """True until a clear decision; after one, a single pair is enough to confirm it."""
         self._last: dict[bool, float] = {}
-        """The pace of the step that waits for its counterpart, by whether eager mode ran it."""
+        """The pace of the step that waits for its counterpart, under True if eager mode ran it."""
         self._ratios: deque[float] = deque(maxlen=PAIRS_KEPT)
         self._pace: deque[float] = deque(maxlen=PACE_STEPS)
         self._pace_before: float | None = None
@@ -238,7 +243,7 @@ class Rivals:
     @property
     def is_due(self) -> bool:
         """True if the next step begins a pair."""
-        return self._compares and not self._turns
+        return self._compares and not self._pending
 
     def next_is_eager(self) -> bool:
         """True if eager mode runs the next step."""
@@ -246,13 +251,13 @@ class Rivals:
             self._wait -= 1
             self._compares = self._wait <= 0 or self._has_changed()
             return self.prefers_eager
-        if not self._turns:
+        if not self._pending:
             eager_first = bool(self.pairs % 2)
-            self._turns = [eager_first, not eager_first]
-        return self._turns.pop(0)
+            self._pending = [eager_first, not eager_first]
+        return self._pending.pop(0)
 
     def took(self, pace: float, in_eager: bool) -> bool:
-        """Take in seconds for each element of a step; True if that decides who runs the next ones."""
+        """Add a step with its seconds for each element; True if that decides who runs the next ones."""
         if not self._compares:
             if in_eager == self.prefers_eager:
                 self._pace.append(pace)
@@ -270,24 +275,24 @@ class Rivals:
         if self._is_open and not is_clear(self._ratios):
             return False
         self.ratio = median(self._ratios)
-        self.prefers_eager = self.ratio > TIE
+        self.prefers_eager = self.ratio > TIE_RATIO
         self.is_decided, self._is_open, self._compares = True, False, False
-        self._turns = []
-        self._wait = max(RARELY, round((max(self.ratio, 1 / self.ratio) - 1) / COST_SHARE))
+        self._pending = []
+        self._wait = max(MIN_INTERVAL_STEPS, round((max(self.ratio, 1 / self.ratio) - 1) / COST_SHARE))
         return True
 
     def _contradicts(self, ratio: float) -> bool:
-        """True if a pair says clearly that the other one is faster by now."""
-        return ratio * CONTRADICTION < 1 if self.prefers_eager else ratio > CONTRADICTION
+        """True if a pair clearly contradicts the decision."""
+        return ratio * CONTRADICTION_RATIO < 1 if self.prefers_eager else ratio > CONTRADICTION_RATIO
 
     def _has_changed(self) -> bool:
-        """True if steps have become much faster or slower than they were after the last comparison."""
+        """True if steps have become much faster or slower since the last comparison."""
         if len(self._pace) < PACE_STEPS:
             return False
         pace = median(self._pace)
         if self._pace_before is None:
             self._pace_before = pace
-        if 1 / PACE_CHANGE < pace / self._pace_before < PACE_CHANGE:
+        if 1 / PACE_CHANGE_RATIO < pace / self._pace_before < PACE_CHANGE_RATIO:
             return False
         self._ratios.clear()
         self._pace.clear()
@@ -296,16 +301,16 @@ class Rivals:
 
 
 def is_clear(ratios: Sequence[float]) -> bool:
-    """True if pairs of steps show who is faster, or if more would not."""
+    """True if pairs of steps show who is faster, or if more pairs would not show it either."""
     wins = sum(1 if ratio < 1 else -1 for ratio in ratios)
-    factor = min((CLEAR[count] for count in CLEAR if len(ratios) >= count), default=None)
+    factor = min((CLEAR_RATIOS[count] for count in CLEAR_RATIOS if len(ratios) >= count), default=None)
     if factor is not None and (min(ratios) > factor or max(ratios) < 1 / factor):
         return True
-    return abs(wins) >= LEAD or len(ratios) >= MOST_PAIRS
+    return abs(wins) >= LEAD_PAIRS or len(ratios) >= MOST_PAIRS
 
 
 def why_not(config: Config, sees_steps: bool) -> str:
-    """Why steps are not compared; empty where they are."""
+    """Return why steps are not compared; empty if they are."""
     engine, compute, density, memory = config.engine, config.compute, config.density, config.memory
     deterministic = engine.deterministic is True or (
         engine.deterministic == "auto" and torch.are_deterministic_algorithms_enabled()
@@ -326,7 +331,7 @@ def why_not(config: Config, sees_steps: bool) -> str:
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Bytes that a step can take more on a device; None where nobody tells."""
+    """Return the free bytes of a device; None if they are unknown."""
     if device.type != "cuda":
         return available()
     free, _ = torch.cuda.mem_get_info(device)
@@ -334,7 +339,7 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _bytes_of_results(module: torch.fx.GraphModule) -> int:
-    """Bytes of all results of a captured graph, each storage once, at the sizes that it is captured with."""
+    """Return the bytes of all results of a captured graph, at the sizes that it is captured with."""
     storages: dict[int, int] = {}
     for node in module.graph.nodes:
         value = node.meta.get("example_value")
@@ -345,5 +350,5 @@ def _bytes_of_results(module: torch.fx.GraphModule) -> int:
     return sum(storages.values())
 
 
-def _hint(size: Any) -> int:
+def _hint(size: int | torch.SymInt) -> int:
     return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else int(size)

@@ -1,8 +1,7 @@
-"""Gradients that are differentiated once more: `create_graph=True`, for a gradient penalty or a Hessian.
+"""Gives gradients that can be differentiated (`create_graph=True`), for a gradient penalty or a Hessian.
 
-A compiled backward has no backward of its own. So the gradients of such a step come from the captured graph, which runs
-once more in eager mode with the random numbers of its call, and autograd differentiates that as often as it likes.
-It uses what is private to torch; checked with torch 2.11 to 2.13.
+A compiled backward has no backward. So the captured graph runs a second time in eager mode, with the random numbers of
+its call, and autograd differentiates that run as often as it likes. Private to torch; checked with torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import Node
 
 from ort_accel.capture.unused_outputs import nodes_of
 from ort_accel.eager.rerun import EagerAgain
@@ -32,66 +32,68 @@ CHANGED = (
 
 
 class Differentiable:
-    """A compiled graph whose backward gives gradients that can be differentiated, where that is asked for."""
+    """A compiled graph whose backward gives differentiable gradients where these are asked for."""
 
-    def __init__(self, run: Callable[..., Any], module: fx.GraphModule, told: Callable[[], None]) -> None:
-        """`module` is the graph as it was captured. `run` may take more inputs behind those of the graph; `told` is
+    def __init__(self, run: Callable[..., Any], module: fx.GraphModule, on_run: Callable[[], None]) -> None:
+        """`module` is the graph as it was captured. `run` may take more inputs behind those of the graph; `on_run` is
         called when a backward runs in eager mode."""
-        self._run, self._eager, self._told = run, in_eager(module), told
+        self._run, self._eager, self._on_run = run, in_eager(module), on_run
         self._inputs = len(module.graph.find_nodes(op="placeholder"))
 
     def __call__(self, *arguments: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._run(*arguments)
         inputs = arguments[: self._inputs]
-        again = EagerAgain(self._eager, inputs, self._told)
+        rerun = EagerAgain(self._eager, inputs, self._on_run)
         outputs = self._run(*arguments)
         node = next(nodes_of(outputs, arguments), None)
         if node is not None:
-            places = {item.output_nr: at for at, item in enumerate(outputs) if _belongs_to(item, node)}
-            node.register_hook(_InEager(again, inputs, places, node.next_functions))
+            output_of = {item.output_nr: index for index, item in enumerate(outputs) if _belongs_to(item, node)}
+            node.register_hook(_EagerGradients(rerun, inputs, output_of, node.next_functions))
         return outputs
 
 
-def _belongs_to(item: Any, node: Any) -> bool:
+def _belongs_to(item: object, node: Node) -> bool:
     return isinstance(item, Tensor) and item.grad_fn is node
 
 
-class _InEager:
-    """Takes, behind the backward of one call, the gradients that eager mode gives, if they are to have gradients."""
+class _EagerGradients:
+    """A hook behind the backward of one call that gives eager mode's gradients, if they are to have gradients."""
 
-    def __init__(self, again: EagerAgain, inputs: Sequence[Any], places: dict[int, int], edges: Sequence[Any]) -> None:
-        """`places` tells for outputs of autograd's node which outputs of the graph they are."""
-        self._again: EagerAgain | None = again
-        self._places, self._edges = places, edges
+    def __init__(
+        self,
+        rerun: EagerAgain,
+        inputs: Sequence[object],
+        output_of: dict[int, int],
+        edges: Sequence[tuple[Node | None, int]],
+    ) -> None:
+        """`output_of` has the graph's output for each output of the autograd node."""
+        self._rerun: EagerAgain | None = rerun
+        self._output_of, self._edges = output_of, edges
         self._inputs = [item for item in inputs if isinstance(item, Tensor) and item.requires_grad]
 
-    def __call__(
-        self, given: Sequence[Tensor | None], came: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, ...] | None:
+    def __call__(self, gradients: Gradients, incoming: Gradients) -> tuple[Tensor | None, ...] | None:
         if not torch.is_grad_enabled():
             if not torch._C._autograd._get_current_graph_task_keep_graph():
-                self._again, self._inputs = None, []  # no other backward follows, so memory is let go
+                self._rerun, self._inputs = None, []  # frees memory: no other backward follows
             return None
-        assert self._again is not None
-        found = {_edge(item): item for item in self._inputs}
-        sources = [found.get(edge) for edge in self._edges]
-        used = {at: gradient for at, gradient in enumerate(came) if gradient is not None}
-        lost = [gradient for source, gradient in zip(sources, given, strict=True) if source is None]
-        if not used.keys() <= self._places.keys() or any(gradient is not None for gradient in lost):
+        assert self._rerun is not None
+        input_of = {_edge(item): item for item in self._inputs}
+        sources = [input_of.get(edge) for edge in self._edges]
+        used = {index: gradient for index, gradient in enumerate(incoming) if gradient is not None}
+        unmatched = [gradient for source, gradient in zip(sources, gradients, strict=True) if source is None]
+        if not used.keys() <= self._output_of.keys() or any(gradient is not None for gradient in unmatched):
             raise OrtAccelError(UNMATCHED)
-        if self._again.given is not None and self._again.given.has_changed:
+        if self._rerun.given is not None and self._rerun.given.has_changed:
             raise OrtAccelError(CHANGED)
-        results = self._again.results()
-        outputs = [results[self._places[at]] for at in used]
+        results = self._rerun.results()
+        outputs = [results[self._output_of[index]] for index in used]
         wanted = [source for source in sources if source is not None]
-        gradients = iter(
-            torch.autograd.grad(outputs, wanted, list(used.values()), create_graph=True, allow_unused=True)
-        )
-        return tuple(None if source is None else next(gradients) for source in sources)
+        found = iter(torch.autograd.grad(outputs, wanted, list(used.values()), create_graph=True, allow_unused=True))
+        return tuple(None if source is None else next(found) for source in sources)
 
 
-def _edge(item: Tensor) -> tuple[Any, int]:
-    """What autograd's nodes name as the source of a gradient's way to a tensor."""
+def _edge(item: Tensor) -> tuple[Node | None, int]:
+    """Return the pair by which `next_functions` of an autograd node name a tensor."""
     edge = torch.autograd.graph.get_gradient_edge(item)
     return edge.node, edge.output_nr

@@ -1,8 +1,7 @@
-"""When evaluations beside a training are compiled.
+"""Decides when evaluations beside a training are compiled.
 
-Compiling takes seconds, and many an evaluation takes less in eager mode. So evaluations begin there, and are compiled
-when they have taken as long in all as compiling is likely to take: that is never much more than twice the best choice
-would have come to, however long they turn out to be.
+Compiling takes seconds, and many evaluations take less in eager mode. So evaluations begin there, and are compiled once
+they have taken as long as compiling is likely to take. That takes about twice as long as the best choice at most.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from ort_accel.config.values import Switch
 from ort_accel.reporting import Report
 
 FEATURE = "engine.compile_evaluation"
-SHARE = 0.5
-"""What compiling for an evaluation takes of what compiling for a training step took. Measured on BERT, Llama and T5."""
+COMPILE_SHARE = 0.5
+"""Time to compile an evaluation, as a share of the time to compile a training step."""
 
 
 class Evaluation:
-    """How the calls without gradients run that a model gets beside its training."""
+    """Decides for a model's calls without gradients whether they run in eager mode."""
 
     def __init__(self, wish: Switch, may_wait: bool, report: Report) -> None:
-        """`may_wait` says that time may decide, where nothing is wished."""
+        """`may_wait`: with the wish `auto`, compiling waits until it pays."""
         self._report = report
-        self._most = 0.0
-        """Seconds of eager mode that are allowed; none as long as nothing was trained."""
-        self._spent = 0.0
+        self._allowed_s = 0.0
+        """Seconds that eager mode may take; none before a training step was compiled."""
+        self._spent_s = 0.0
         self._wish = wish if wish != "auto" or may_wait else True
         if self._wish is True:
             report.applied(FEATURE, "each is compiled at once")
@@ -40,27 +39,27 @@ class Evaluation:
 
     @property
     def is_in_eager(self) -> bool:
-        """Whether the next call is to run in eager mode."""
+        """True if the next call is to run in eager mode."""
         if torch.is_grad_enabled() or self._wish is True:
             return False
-        return self._wish is False or self._spent < self._most
+        return self._wish is False or self._spent_s < self._allowed_s
 
     @contextmanager
     def in_eager(self) -> Iterator[None]:
-        """Around a call in eager mode."""
+        """Time a call in eager mode, and report what follows from that."""
         begin = time.perf_counter()
         yield
         self._report.counters["calls without gradients in eager mode"] += 1
-        self._spent += time.perf_counter() - begin
+        self._spent_s += time.perf_counter() - begin
         if self._wish is False:
             return
-        took = f"they took {self._spent:.1f} s in eager mode"
+        took = f"they took {self._spent_s:.1f} s in eager mode"
         if self.is_in_eager:
-            self._report.off(FEATURE, f"{took} so far, and compiling would take about {self._most:.1f} s")
+            self._report.off(FEATURE, f"{took} so far, and compiling would take about {self._allowed_s:.1f} s")
         else:
             self._report.applied(FEATURE, f"from the next on, since {took}, and compiling takes about as long")
 
     def compiled_a_step(self, seconds: float) -> None:
-        """Told of a call in training that compiled something, and of how long it took."""
+        """Take in how long a call took that compiled something."""
         if torch.is_grad_enabled():
-            self._most = max(self._most, SHARE * seconds)
+            self._allowed_s = max(self._allowed_s, COMPILE_SHARE * seconds)

@@ -1,21 +1,18 @@
-"""What happens when PyTorch has to run something: said, or refused, as the configuration asks."""
+"""Reports or refuses what PyTorch has to run, as the configuration asks (`engine.fallback`)."""
 
 from __future__ import annotations
-
-import logging
 
 from ort_accel.capture.dynamo import said_by
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError, first_line
 from ort_accel.observe.headline import DETAILS
+from ort_accel.observe.logs import LOG
 from ort_accel.reporting import Fallback, Reason, Report
 
-LOG = logging.getLogger("ort_accel")
-
-SHOWN = 3
-"""So many kinds of operators are named in a warning."""
+SHOWN_KINDS = 3
+"""The number of kinds of operators that a warning names."""
 LONGEST_CHARACTERS = 120
-"""So much is said of each."""
+"""The length to which each is cut."""
 
 
 class FallbackError(OrtAccelError):
@@ -23,14 +20,14 @@ class FallbackError(OrtAccelError):
 
 
 class FallbackPolicy:
-    """`engine.fallback` and `engine.fallback_retry` at work for one model."""
+    """Applies `engine.fallback` and `engine.fallback_retry` to one model."""
 
     def __init__(self, config: Config, report: Report) -> None:
         self._engine, self._report = config.engine, report
-        self._said: set[tuple[str, Reason]] = set()
+        self._warned: set[tuple[str, Reason]] = set()
 
     def check(self, graph: str) -> None:
-        """Look at the report after a graph was lowered."""
+        """Warn of, or refuse, fallbacks that are in the report after a graph was lowered."""
         found = [item for item in self._report.fallbacks if not item.reason.is_choice]
         if found and self._engine.fallback == "error":
             raise FallbackError(
@@ -38,16 +35,16 @@ class FallbackPolicy:
                 + "\n".join(f"  {_line(item)}" for item in found)
                 + "\nSet engine.fallback to warn or report to let PyTorch run them."
             )
-        self._say([item for item in found if (item.op, item.reason) not in self._said])
+        self._warn([item for item in found if (item.op, item.reason) not in self._warned])
 
     def not_compiled(self, what: str, error: Exception, where: str = "") -> None:
-        """Note that a fault in a compiler leaves a graph, a call, or code to PyTorch."""
+        """Report that a graph, a call or code is left to PyTorch, as a compiler failed on it."""
         LOG.debug("%s is left to PyTorch", what, exc_info=error)
         self._report.fallback(what, Reason.NOT_COMPILED, said_by(error), where=where)
         self.check(what)
 
     def failed(self, error: Exception) -> bool:
-        """Note that ONNX Runtime failed where PyTorch did not; returns whether to try it again."""
+        """Report that ONNX Runtime failed on a segment; return True if it is to try again."""
         text = first_line(error) or type(error).__name__
         self._report.fallback("a whole segment", Reason.FAILED, text)
         if self._engine.fallback == "error":
@@ -56,16 +53,16 @@ class FallbackPolicy:
         LOG.warning("ONNX Runtime failed on a part of the model, PyTorch ran it; %s: %s", retry, text)
         return self._engine.fallback_retry
 
-    def _say(self, items: list[Fallback]) -> None:
-        self._said.update((item.op, item.reason) for item in items)
+    def _warn(self, items: list[Fallback]) -> None:
+        self._warned.update((item.op, item.reason) for item in items)
         if items and self._engine.fallback == "warn":
             LOG.warning("PyTorch runs what ONNX Runtime cannot: %s; %s", _in_short(items), DETAILS)
 
 
 def _in_short(items: list[Fallback]) -> str:
-    """The first kinds and where they come from; the report has the rest, and what ONNX Runtime says of each."""
-    rest = [f"{len(items) - SHOWN} more kinds"] if len(items) > SHOWN else []
-    return "; ".join([*map(_shortened, items[:SHOWN]), *rest])
+    """Name the first kinds and the lines they come from; the report has the others, and details."""
+    rest = [f"{len(items) - SHOWN_KINDS} more kinds"] if len(items) > SHOWN_KINDS else []
+    return "; ".join([*map(_shortened, items[:SHOWN_KINDS]), *rest])
 
 
 def _shortened(item: Fallback) -> str:

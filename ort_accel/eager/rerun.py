@@ -1,4 +1,4 @@
-"""Running a captured graph once more in eager mode, as it would have run when it was first called."""
+"""Repeats a call of a captured graph in eager mode, with the weights, inputs and random numbers of that call."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ NO_GRADIENT = (
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """What random numbers on a device come from."""
+    """Return the default generator of random numbers on a device."""
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 class Given:
-    """Weights and inputs of a call, with copies of them once they are about to change."""
+    """The weights and inputs of a call, with copies of them once they are about to change."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        self._live = [_own(item) for item in inputs]
-        self._before = [_state(item) for item in self._live]
+        self._live = [_copied_if_integers(item) for item in inputs]
+        self._before = [_version(item) for item in self._live]
         self._copies: list[Any] | None = None
 
     @property
     def is_kept(self) -> bool:
-        """True if nothing that is done to weights and inputs matters any more."""
+        """True if there are copies, so that later changes do not matter."""
         return self._copies is not None
 
     @property
     def has_changed(self) -> bool:
         """True if one of them is not as it was in the call, as far as versions or copies tell."""
-        if self._before != [_state(item) for item in self._live]:
+        if self._before != [_version(item) for item in self._live]:
             return True
         pairs = zip(self._copies or (), self._live, strict=False)
         return any(
-            isinstance(kept, Tensor) and kept is not live and not torch.equal(kept, live) for kept, live in pairs
+            isinstance(copy, Tensor) and copy is not live and not torch.equal(copy, live) for copy, live in pairs
         )
 
     def keep(self, copies: dict[int, Tensor]) -> None:
-        """Copy all that training may change of them, as long as they are those of the call.
+        """Copy all of them that training may change, unless they have changed already.
 
         `copies` has the copies that several calls share, by the identity of the tensor.
         """
@@ -60,7 +60,7 @@ class Given:
             self._copies = [_copy(item, copies) for item in self._live]
 
     def values(self) -> tuple[list[Any], bool]:
-        """Them as they were in the call, and whether they are those of the past, which get no gradients."""
+        """Return them as they were in the call, and True if they are copies, which get no gradients."""
         if not self.has_changed:
             return self._live, False
         if self._copies is None:
@@ -69,31 +69,32 @@ class Given:
 
 
 class EagerAgain:
-    """A call that was made, with all that its results depend on: inputs, random numbers, gradients and autocast."""
+    """A call that can be repeated, with its inputs, random numbers, gradient mode and autocast."""
 
-    def __init__(self, eager: Callable[..., Any], inputs: Sequence[Any], told: Callable[[], None]) -> None:
-        """Made before the call. `eager` runs the graph in eager mode; `told` is called when it does so."""
-        self._eager, self._told = eager, told
+    def __init__(self, eager: Callable[..., Any], inputs: Sequence[Any], on_run: Callable[[], None]) -> None:
+        """To be made before the call. `eager` runs the graph in eager mode; `on_run` is called when it does so."""
+        self._eager, self._on_run = eager, on_run
         self.given: Given | None = Given(inputs)
         """None once the results are there."""
         self._device = next((item.device for item in inputs if isinstance(item, Tensor) and item.is_cuda), CPU)
         self._random = generator_of(self._device).get_state()
-        self._gradients = torch.is_grad_enabled()
+        self._has_gradients = torch.is_grad_enabled()
         kind = self._device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._results: Sequence[Any] = ()
 
     def output(self, position: int) -> Callable[[], Tensor]:
-        """Gives one of the outputs; the graph runs at the first of them."""
+        """Return a function that gives one of the outputs; the graph runs when the first output is read."""
         return lambda: self.results()[position]
 
     def results(self) -> Sequence[Any]:
-        """All outputs, with the weights, inputs and random numbers of the call."""
+        """Return all outputs, computed with the weights, inputs and random numbers of the call."""
         if self.given is not None:
-            self._told()
-            inputs, is_past = self.given.values()
-            results = self._run(inputs, self._gradients and not is_past)
-            self._results = [_past(item) for item in results] if is_past and self._gradients else results
+            self._on_run()
+            inputs, are_copies = self.given.values()
+            results = self._run(inputs, self._has_gradients and not are_copies)
+            refuses_backward = are_copies and self._has_gradients
+            self._results = [_without_backward(item) for item in results] if refuses_backward else results
             self.given = None
         return self._results
 
@@ -110,20 +111,20 @@ class EagerAgain:
         return results
 
 
-def _own(item: Any) -> Any:
-    """Token ids, masks and labels are copied at once: scripts write into them, and they are small."""
+def _copied_if_integers(item: Any) -> Any:
+    """Copy token ids, masks and labels at once: scripts write into them, and they are small."""
     return item.clone() if isinstance(item, Tensor) and not item.is_floating_point() else item
 
 
-def _state(item: Any) -> tuple[int, int]:
-    """Changes whenever a tensor is written to, or looks at other memory. Inference mode counts no writes."""
-    if type(item) not in (Tensor, nn.Parameter):
+def _version(item: object) -> tuple[int, int]:
+    """Return a pair that changes whenever a tensor is written to (but in inference mode) or gets other memory."""
+    if not isinstance(item, Tensor) or type(item) not in (Tensor, nn.Parameter):
         return -1, -1
     return -1 if item.is_inference() else item._version, item.data_ptr()
 
 
 def _copy(item: Any, copies: dict[int, Tensor]) -> Any:
-    """A frozen weight stays as it is; so do numbers."""
+    """Copy a tensor of floating point, but for frozen weights."""
     if not isinstance(item, Tensor) or not item.is_floating_point():
         return item
     if isinstance(item, nn.Parameter) and not item.requires_grad:
@@ -133,15 +134,11 @@ def _copy(item: Any, copies: dict[int, Tensor]) -> Any:
     return copies[id(item)]
 
 
-def _differs(kept: Any, live: Any) -> bool:
-    return isinstance(kept, Tensor) and kept is not live and not torch.equal(kept, live)
-
-
-class _OfThePast(torch.autograd.Function):
-    """Gives a tensor that has a gradient in name, as its weights are gone: its backward is an error, as eager's is."""
+class _RefusesBackward(torch.autograd.Function):
+    """Gives a tensor that requires a gradient as in eager mode, but whose backward is an error, as weights changed."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, source: Tensor) -> Tensor:  # noqa: ARG004  a gradient that is asked for
+    def forward(ctx: Any, value: Tensor, source: Tensor) -> Tensor:  # noqa: ARG004  makes the result require a gradient
         return value.view_as(value)
 
     @staticmethod
@@ -149,8 +146,8 @@ class _OfThePast(torch.autograd.Function):
         raise RuntimeError(NO_GRADIENT)
 
 
-def _past(item: Any) -> Any:
+def _without_backward(item: Any) -> Any:
     if not isinstance(item, Tensor) or not item.is_floating_point():
         return item
     with torch.enable_grad():
-        return _OfThePast.apply(item, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]
+        return _RefusesBackward.apply(item, torch.zeros((), requires_grad=True))  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Running a captured graph in eager mode.
+"""Runs a captured graph in eager mode.
 
-Dynamo writes a checkpointed part as an operator, which AOTAutograd is meant to trace: called in eager mode, it computes
-the part again with other random numbers in the backward than in the forward, so that gradients belong to no forward.
-It uses what is private to torch; checked with torch 2.11 to 2.13.
+Dynamo captures a checkpointed part as an operator for AOTAutograd. Called in eager mode, that operator draws other
+random numbers in its recomputation than in its forward, so its gradients would be wrong. Private to torch; checked with
+torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch.utils.checkpoint import checkpoint
 
 
 def in_eager(module: fx.GraphModule) -> Callable[..., Any]:
-    """What gives a graph's results, and the gradients that the script's own lines would have given."""
+    """Return a function that gives a graph's results, and the gradients of the script's own lines."""
     if any(node.target is tag_activation_checkpoint for node in module.graph.nodes):
-        return partial(_checkpointing, module)
+        return partial(_run, module)
     return module
 
 
-def _checkpointing(module: fx.GraphModule, *inputs: Any) -> Any:
+def _run(module: fx.GraphModule, *inputs: Any) -> Any:
     return _Checkpointing(module).run(*inputs)
 
 
 class _Checkpointing(fx.Interpreter):
-    """Runs a graph whose checkpointed parts are computed again in the backward with the same random numbers."""
+    """Runs a graph whose checkpointed parts are recomputed in the backward with the same random numbers."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # a bad batch raises what it raises in eager mode, without a dump of the graph
+        self.extra_traceback = False  # a bad batch raises eager mode's error, without a dump of the graph
 
     def run_node(self, n: fx.Node) -> Any:
         if n.target is not tag_activation_checkpoint:

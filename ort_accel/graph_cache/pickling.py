@@ -1,8 +1,8 @@
-"""Compiled graphs as bytes, and back, in another process of the same user.
+"""Pickles compiled graphs, for another process of the same user.
 
-What belongs to the process (the model's report, its sessions, Dynamo's graph) is named, not written. Nodes of graphs
-are written with what a step needs of them, fake tensors as their form. The bytes are a pickle, which can run any code:
-only what `SignedFiles` has accepted is ever read.
+Objects of the process (the model's report, its sessions, Dynamo's graph) are pickled as names. Nodes are pickled with
+the meta that steps need, fake tensors as their sizes and types. A pickle can run any code: only files that
+`SignedFiles` has accepted are loaded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload, OpOverloadPacket
@@ -28,19 +29,25 @@ from ort_accel.row_skipping.row_demand import Demands
 from ort_accel.row_skipping.row_plan import Plan
 from ort_accel.row_skipping.row_sets import Extent
 
-META = ("val", HAS_GRADIENT)
+Reduced = Any
+"""A result of `__reduce__`: a function and its arguments, or `NotImplemented`."""
+
+NodeParts = tuple[str, str, Any, Any, Any]
+"""The operation, name, target, arguments and keyword arguments of a node."""
+
+META_KEYS = ("val", HAS_GRADIENT)
 
 MOST_BYTES = 1 << 20
-"""The most that the constant tensors of a graph may take, each, to be written."""
+"""The most that a constant tensor of a graph may take."""
 
 
 class NotKeepable(Exception):
-    """Why a graph cannot be kept."""
+    """A graph cannot be kept; the text says why."""
 
 
 @dataclass(frozen=True)
-class Form:
-    """A fake tensor without its tensor."""
+class StoredFakeTensor:
+    """The sizes and type of a fake tensor."""
 
     shape: tuple[Extent, ...]
     dtype: torch.dtype
@@ -48,63 +55,64 @@ class Form:
 
     @property
     def ndim(self) -> int:
-        """The number of its dimensions."""
+        """Return the number of its dimensions."""
         return len(self.shape)
 
 
-class KeptNode:
-    """A node of a graph that is not there any more: a key, and a value's form."""
+class StoredNode:
+    """A node whose graph is not stored: an object to look up by, and its meta."""
 
-    def __init__(self, name: str, meta: dict[str, Any]) -> None:
+    def __init__(self, name: str, meta: dict[str, object]) -> None:
         self.name, self.meta = name, meta
 
 
 @dataclass(frozen=True)
-class _Place:
+class _NodeIndex:
     """Stands for a node within its graph."""
 
     index: int
 
 
 @dataclass
-class KeptModule:
-    """A graph that is made into code when it first runs."""
+class StoredModule:
+    """A graph module that is built when it first runs."""
 
-    nodes: Sequence[tuple[str, str, Any, Any, Any]]
-    attributes: Mapping[str, Any]
+    nodes: Sequence[NodeParts]
+    attributes: Mapping[str, object]
     _module: fx.GraphModule | None = None
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run it."""
+        """Run the module."""
         if self._module is None:
-            self._module = self._made()
+            self._module = self._build()
         return self._module(*inputs)
 
-    def _made(self) -> fx.GraphModule:
-        graph, made = fx.Graph(), []  # type: tuple[fx.Graph, list[fx.Node]]
+    def _build(self) -> fx.GraphModule:
+        graph = fx.Graph()
+        built: list[fx.Node] = []
 
         def node_at(item: Any) -> Any:
-            return made[item.index] if isinstance(item, _Place) else item
+            return built[item.index] if isinstance(item, _NodeIndex) else item
 
         for op, name, target, args, kwargs in self.nodes:
             args, kwargs = map_aggregate(args, node_at), map_aggregate(kwargs, node_at)
-            made.append(graph.create_node(op, target, args, kwargs, name))
+            built.append(graph.create_node(op, target, args, kwargs, name))
         return fx.GraphModule(dict(self.attributes), graph)
 
 
 class _Writer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, known: Mapping[str, Any]) -> None:
+    def __init__(self, file: io.BytesIO, known: Mapping[str, object]) -> None:
         super().__init__(file, protocol=5)
         self._known = {id(item): name for name, item in known.items()}
 
-    def persistent_id(self, obj: Any) -> str | None:
+    def persistent_id(self, obj: object) -> str | None:
         return self._known.get(id(obj))
 
-    def reducer_override(self, obj: Any) -> Any:
-        """How an object is written; the usual way for what is not named here."""
-        for kind, write in _WRITTEN.items():
+    def reducer_override(self, obj: object) -> Any:
+        """Return how an object is pickled; `NotImplemented` for the usual way."""
+        for kind, reduce in _REDUCERS.items():
             if isinstance(obj, kind):
-                return write(obj)
+                return reduce(obj)
         return NotImplemented
 
 
@@ -112,87 +120,96 @@ def _operator(name: str) -> Any:
     return operator.attrgetter(name)(torch.ops)
 
 
-def _write_operator(obj: Any) -> Any:
+def _reduce_operator(obj: OpOverload | OpOverloadPacket) -> Reduced:
     return _operator, (str(obj),)
 
 
-def _write_function(obj: Any) -> Any:
-    made_by = getattr(obj, "made_by", None)
-    return NotImplemented if made_by is None else made_by
+def _reduce_function(obj: FunctionType) -> Reduced:
+    return getattr(obj, "made_by", NotImplemented)
 
 
-def _write_size(obj: torch.SymInt) -> Any:
+def _reduce_size(obj: torch.SymInt) -> Reduced:
     return expression, (expression(obj),)
 
 
-def _write_fake(obj: FakeTensor) -> Any:
-    return Form, (tuple(map(expression, obj.shape)), obj.dtype, obj.device)
+def _reduce_fake(obj: FakeTensor) -> Reduced:
+    return StoredFakeTensor, (tuple(map(expression, obj.shape)), obj.dtype, obj.device)
 
 
-def _write_tensor(obj: Tensor) -> Any:
+def _reduce_tensor(obj: Tensor) -> Reduced:
     if obj.nbytes > MOST_BYTES or type(obj) is not Tensor:
         raise NotKeepable(f"a graph holds a {type(obj).__name__} of {obj.nbytes} bytes")
     return NotImplemented
 
 
-def _write_node(obj: fx.Node) -> Any:
-    return KeptNode, (obj.name, {key: obj.meta[key] for key in META if key in obj.meta})
+def _onnx_value(name: str | None) -> ir.Value:
+    return ir.Value(name=name)
 
 
-def _write_module(obj: fx.GraphModule) -> Any:
-    places: dict[Any, Any] = {node: _Place(index) for index, node in enumerate(obj.graph.nodes)}
+def _reduce_onnx_value(obj: ir.Value) -> Reduced:
+    """Leave out the graph of a value: it is not needed, and pickling its chain of nodes would recurse too deeply."""
+    return _onnx_value, (obj.name,)
+
+
+def _reduce_node(obj: fx.Node) -> Reduced:
+    return StoredNode, (obj.name, {key: obj.meta[key] for key in META_KEYS if key in obj.meta})
+
+
+def _reduce_module(obj: fx.GraphModule) -> Reduced:
+    indices: dict[Any, Any] = {node: _NodeIndex(index) for index, node in enumerate(obj.graph.nodes)}
     nodes = [
-        (node.op, node.name, node.target, *fx.map_arg((node.args, node.kwargs), places.__getitem__))
+        (node.op, node.name, node.target, *fx.map_arg((node.args, node.kwargs), indices.__getitem__))
         for node in obj.graph.nodes
     ]
     used = [node.target for node in obj.graph.nodes if node.op in ("get_attr", "call_module")]
-    return KeptModule, (nodes, {name: operator.attrgetter(name)(obj) for name in used})
+    return StoredModule, (nodes, {name: operator.attrgetter(name)(obj) for name in used})
 
 
-def _write_proposal(obj: Proposal) -> Any:
+def _reduce_proposal(obj: Proposal) -> Reduced:
     return Proposal, (None, obj.front, obj.unread, obj.work, obj.work_of)
 
 
-def _write_plan(obj: Plan) -> Any:
+def _reduce_plan(obj: Plan) -> Reduced:
     return Plan, (obj.demands, obj.sets, {}, obj.runs)
 
 
-def _write_demands(obj: Demands) -> Any:
+def _reduce_demands(obj: Demands) -> Reduced:
     return Demands, ({}, {}, {}, obj.attentions)
 
 
-_WRITTEN: dict[type, Callable[[Any], Any]] = {
-    FunctionType: _write_function,
-    OpOverload: _write_operator,
-    OpOverloadPacket: _write_operator,
-    torch.SymInt: _write_size,
-    FakeTensor: _write_fake,
-    Tensor: _write_tensor,
-    fx.Node: _write_node,
-    fx.GraphModule: _write_module,
-    Proposal: _write_proposal,
-    Plan: _write_plan,
-    Demands: _write_demands,
+_REDUCERS: dict[type, Callable[[Any], Reduced]] = {
+    FunctionType: _reduce_function,
+    OpOverload: _reduce_operator,
+    OpOverloadPacket: _reduce_operator,
+    torch.SymInt: _reduce_size,
+    FakeTensor: _reduce_fake,
+    Tensor: _reduce_tensor,
+    ir.Value: _reduce_onnx_value,
+    fx.Node: _reduce_node,
+    fx.GraphModule: _reduce_module,
+    Proposal: _reduce_proposal,
+    Plan: _reduce_plan,
+    Demands: _reduce_demands,
 }
-"""What is not written as it is: operators by name, and of analyses that which the steps of a training need."""
+"""Types with a way of their own: operators are pickled by name, analyses without what training steps do not need."""
 
 
 class _Reader(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, known: Mapping[str, Any]) -> None:
+    def __init__(self, file: io.BytesIO, known: Mapping[str, object]) -> None:
         super().__init__(file)
         self._known = known
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: str) -> object:
         return self._known[pid]
 
 
-def written(obj: Any, known: Mapping[str, Any]) -> bytes:
-    """An object as bytes; what is `known` is in both processes, under the same name."""
+def dumped(obj: object, known: Mapping[str, object]) -> bytes:
+    """Return an object as bytes; the `known` objects are in both processes, under the same names."""
     file = io.BytesIO()
     _Writer(file, known).dump(obj)
     return file.getvalue()
 
 
-def read_back(content: bytes, known: Mapping[str, Any]) -> Any:
-    """The object. Only for bytes that this user's own process wrote."""
+def loaded(content: bytes, known: Mapping[str, object]) -> object:
+    """Return the object of bytes that a process of this user wrote; others can run any code."""
     return _Reader(io.BytesIO(content), known).load()

@@ -1,67 +1,74 @@
-"""`engine.cache_dir`: compiled graphs from an earlier start, in the place of what takes most of a start's time.
+"""Stores compiled graphs for the next start, and loads those of earlier ones (`engine.cache_dir`).
 
-Dynamo captures a model in each process, since it is what knows when a graph may run. What comes behind it (tracing,
-rewriting, differentiating, dividing and lowering a graph) is taken from a file where an earlier process made the same.
+Dynamo captures a model in each process, as its guards say when a graph may run. The result of all later steps (tracing,
+rewriting, differentiating, partitioning, lowering) is loaded, if an earlier process compiled the same graph.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 from torch import fx
 from torch._guards import TracingContext
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ort_accel.errors import in_a_line
 from ort_accel.graph_cache.fingerprint import graph_key
-from ort_accel.graph_cache.pickling import NotKeepable, read_back, written
+from ort_accel.graph_cache.pickling import NotKeepable, dumped, loaded
+from ort_accel.observe.logs import LOG
 from ort_accel.reporting import Reason, Report
 from ort_accel.runtime.signed_files import SignedFiles
-
-LOG = logging.getLogger("ort_accel")
 
 SUFFIX = "graph"
 
 FOUND, MADE = "graphs from an earlier start", "graphs kept for the next start"
 
-OWN = ("compilations", "cache hits", "cache misses", MADE)
-"""Counters that say what this process did itself."""
+PROCESS_COUNTERS = ("compilations", "cache hits", "cache misses", MADE)
+"""Counters of this process's own work, which are not stored."""
 
-LISTS, MAPS, COUNTS = ("segments", "races", "notes"), ("features", "memory", "_places"), ("counters", "_fallbacks")
+LIST_FIELDS, MAP_FIELDS, COUNTER_FIELDS = (
+    ("segments", "races", "notes"),
+    ("features", "memory", "_places"),
+    ("counters", "_fallbacks"),
+)
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a report says at one moment, or what was added between two."""
+class ReportEntries:
+    """The entries of a report at one moment, or those that were added between two."""
 
     parts: dict[str, Any]
 
     @staticmethod
-    def by(report: Report) -> Said:
-        """All that it says of graphs."""
-        return Said({name: copy.copy(getattr(report, name)) for name in (*LISTS, *MAPS, *COUNTS)})
+    def of(report: Report) -> ReportEntries:
+        """Return all entries of a report that are about graphs."""
+        return ReportEntries(
+            {name: copy.copy(getattr(report, name)) for name in (*LIST_FIELDS, *MAP_FIELDS, *COUNTER_FIELDS)}
+        )
 
-    def since(self, before: Said) -> Said:
-        """What was added since."""
+    def since(self, before: ReportEntries) -> ReportEntries:
+        """Return the entries that were added since."""
         parts, old = dict(self.parts), before.parts
-        for name in LISTS:
+        for name in LIST_FIELDS:
             parts[name] = parts[name][len(old[name]) :]
-        for name in MAPS:
+        for name in MAP_FIELDS:
             parts[name] = {key: value for key, value in parts[name].items() if old[name].get(key) != value}
-        for name in COUNTS:
-            parts[name] = Counter({key: count for key, count in (parts[name] - old[name]).items() if key not in OWN})
-        return Said(parts)
+        for name in COUNTER_FIELDS:
+            added = parts[name] - old[name]
+            parts[name] = Counter({key: added[key] for key in added if key not in PROCESS_COUNTERS})
+        return ReportEntries(parts)
 
-    def again(self, report: Report) -> None:
-        """Say it in another report."""
+    def add_to(self, report: Report) -> None:
+        """Add the entries to another report."""
         for text in self.parts["notes"]:
             report.note(text)
-        for name in (*MAPS, *COUNTS):
+        for name in (*MAP_FIELDS, *COUNTER_FIELDS):
             getattr(report, name).update(self.parts[name])
         for name in ("segments", "races"):
             getattr(report, name).extend(self.parts[name])
@@ -69,105 +76,105 @@ class Said:
 
 @dataclass(frozen=True)
 class Kept:
-    """A compiled graph, with what else came of compiling it."""
+    """A compiled graph, with the other results of compiling it."""
 
     run: Callable[..., Any]
-    said: Said
-    guards: Sequence[Any]
-    """What was found out about open sizes: conditions for the graph to run."""
+    entries: ReportEntries
+    guards: Sequence[sympy.Basic]
+    """Conditions on dynamic sizes under which the graph may run."""
     graphs: int
     seconds: float
 
 
 class KeptGraphs:
-    """The compiled graphs of one model that a folder keeps."""
+    """Stores and loads the compiled graphs of one model in a folder."""
 
     def __init__(self, files: SignedFiles, report: Report) -> None:
         self._files, self._report = files, report
 
     def name(self, module: fx.GraphModule, inputs: Sequence[Any], context: Sequence[Any]) -> str | None:
-        """The name of a graph; None where it cannot be kept."""
+        """Return the fingerprint of a graph; None if it cannot be kept."""
         try:
             return graph_key(module, inputs, context)
-        except Exception as error:  # whatever it is, it is compiled in each process then
+        except Exception as error:  # the graph is compiled in each process then
             self._not_kept(error)
             return None
 
-    def get(self, name: str, known: Mapping[str, Any]) -> Kept | None:
-        """A compiled graph; None where there is none, or none that this process can use."""
+    def get(self, name: str, known: Mapping[str, object]) -> Kept | None:
+        """Load a compiled graph; None if there is none that this process can use."""
         content = self._files.get(name)
         if content is None:
             return None
         try:
-            kept = read_back(content, known)
+            kept = loaded(content, known)
         except Exception as error:
             self._report.note(f"engine.cache_dir: a kept graph cannot be used and is made again: {in_a_line(error)}")
             return None
         return kept if isinstance(kept, Kept) else None
 
-    def take(self, kept: Kept, shapes: Any) -> bool:
-        """Take a kept graph up: whether its conditions hold for the sizes at hand, which Dynamo checks from now on."""
+    def take(self, kept: Kept, shapes: ShapeEnv | None) -> bool:
+        """Use a kept graph, and return True, if its conditions hold; Dynamo guards on them from now on."""
         try:
-            if not all(shapes.evaluate_expr(guard) for guard in kept.guards):
+            if kept.guards and (shapes is None or not all(map(shapes.evaluate_expr, kept.guards))):
                 return False
         except Exception as error:  # a condition on sizes that this graph does not have
             LOG.debug("conditions of a kept graph: %s", in_a_line(error))
             return False
-        kept.said.again(self._report)
+        kept.entries.add_to(self._report)
         self._report.counters[FOUND] += 1
         self._report.note(
             "graphs were taken from an earlier start (engine.cache_dir), with the figures that were measured then"
         )
         return True
 
-    def put(self, name: str, kept: Callable[[], Kept], known: Mapping[str, Any]) -> None:
-        """Keep a compiled graph."""
+    def put(self, name: str, kept: Callable[[], Kept], known: Mapping[str, object]) -> None:
+        """Store a compiled graph."""
         try:
-            if self._files.put(name, written(kept(), known)):
+            if self._files.put(name, dumped(kept(), known)):
                 self._report.counters[MADE] += 1
-        except Exception as error:  # whatever it is that holds something of this process alone
+        except Exception as error:  # something in it belongs to this process alone
             self._not_kept(error)
 
     def _not_kept(self, error: Exception) -> None:
-        what = str(error) if isinstance(error, NotKeepable) else in_a_line(error)
-        self._report.note(f"engine.cache_dir: a graph is not kept for the next start: {what}")
+        reason = str(error) if isinstance(error, NotKeepable) else in_a_line(error)
+        self._report.note(f"engine.cache_dir: a graph is not kept for the next start: {reason}")
 
 
 class Making:
-    """Watches how a graph is compiled, to keep what came of it."""
+    """Records what compiling a graph adds to the report and to the guards."""
 
-    def __init__(self, report: Report, shapes: Any) -> None:
+    def __init__(self, report: Report, shapes: ShapeEnv | None) -> None:
         self._report, self._shapes = report, shapes
-        self._said, self._begin = Said.by(report), time.perf_counter()
+        self._entries, self._begin = ReportEntries.of(report), time.perf_counter()
         self._guards = set(self._conditions())
         self._checks = self._other_checks()
 
-    def _conditions(self) -> list[Any]:
+    def _conditions(self) -> list[sympy.Basic]:
         return [guard.expr for guard in self._shapes.guards] if self._shapes is not None else []
 
     def _other_checks(self) -> tuple[int, int]:
-        """How many things are checked beside sizes: which inputs are the same or overlap, and sizes from data."""
+        """Count the checks that are not guards on sizes: of inputs that overlap, and of sizes from data."""
         runtime = 0 if self._shapes is None else sum(map(len, self._shapes.deferred_runtime_asserts.values()))
         return len(TracingContext.get().guards_context.aotautograd_guards), runtime
 
     def done(self, run: Callable[..., Any], graphs: int) -> Kept:
-        """What came of it; so many graphs were compiled."""
+        """Return the compiled graph with its results; `graphs` is the number of compiled graphs."""
         if self._other_checks() != self._checks:
             raise NotKeepable("compiling it led to checks of more than sizes of its inputs")
         guards = [expr for expr in self._conditions() if expr not in self._guards]
-        said = Said.by(self._report).since(self._said)
-        if any(reason is Reason.ENDED_RUNS for _, reason, _ in said.parts["_fallbacks"]):
+        entries = ReportEntries.of(self._report).since(self._entries)
+        if any(reason is Reason.ENDED_RUNS for _, reason, _ in entries.parts["_fallbacks"]):
             raise NotKeepable("earlier runs ended in a part of it, which may be forgotten")
-        return Kept(run, said, guards, graphs, time.perf_counter() - self._begin)
+        return Kept(run, entries, guards, graphs, time.perf_counter() - self._begin)
 
 
-def shapes() -> Any:
-    """What is known of the open sizes of the graph that is being captured; None where it has none."""
+def shapes() -> ShapeEnv | None:
+    """Return the shape environment of the graph that is being captured; None if it has none."""
     mode = TracingContext.get().fake_mode
     return None if mode is None else mode.shape_env
 
 
 def parts_of(module: fx.GraphModule) -> dict[str, Any]:
-    """A captured graph and the tensors that it holds itself, by name: a kept graph refers to them."""
+    """Return a captured graph and its own tensors by the names with which a kept graph refers to them."""
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {"captured graph": module} | {f"captured graph: {name}": tensor for name, tensor in held.items()}

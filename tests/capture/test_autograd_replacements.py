@@ -51,7 +51,7 @@ def small(arguments: Any) -> bool:
 
 @pytest.fixture(autouse=True)
 def written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd_replacements, "_WRITTEN", {})
+    monkeypatch.setattr(autograd_replacements, "_REPLACEMENTS", {})
     write_out(Doubled, Written(operators, small))
     ASKED.clear()
 

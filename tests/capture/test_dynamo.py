@@ -12,7 +12,7 @@ import ort_accel
 from ort_accel.capture.dynamo import capturing
 from ort_accel.compiler.backend import FIXED_SIZES, registered
 from ort_accel.reporting import Reason
-from tests.against_eager import assert_step_as_eager, compilations, pair, report
+from tests.against_eager import assert_same, assert_step_as_eager, compilations, pair, report, step
 
 
 class Branching(nn.Module):
@@ -118,3 +118,12 @@ def test_sizes_that_torch_compile_keeps_fixed_are_noted(dynamic):
     config = {"engine": {"onnx_prefix": f"fixed_{dynamic}"}}
     torch.compile(nn.Linear(6, 6), backend="onnxrt", dynamic=dynamic, options={"config": config})(torch.randn(3, 6))
     assert (FIXED_SIZES in registered(ort_accel.load_config(config)).report.notes) == (dynamic is False)
+
+
+def test_a_stance_for_eager_mode_is_obeyed():
+    eager, ours = pair(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)))
+    for _ in range(4):
+        assert_step_as_eager(eager, ours, torch.ones(3, 4))
+    with torch.compiler.set_stance("force_eager"):
+        assert_same(step(ours, torch.ones(5, 4)), step(eager, torch.ones(5, 4)), rtol=0, atol=0)
+    assert compilations(ours) == 2

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from ort_accel.capture.forward_graph import Tracer
-from ort_accel.capture.reuse_fake_results import KnownResults
+from ort_accel.capture.reuse_fake_results import ReusingInterpreter
 from tests.capture.test_forward_graph import captured
 
 WEIGHT, BIAS = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
@@ -95,17 +95,17 @@ def test_a_trace_is_the_same_with_what_is_known(
     case: str, dynamic: bool, cast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function, inputs, least = CASES[case]
-    known, taken = KnownResults._known, []
+    known, taken = ReusingInterpreter._known_result, []
 
-    def noted(self: KnownResults, op: Any) -> Any:
+    def noted(self: ReusingInterpreter, op: Any) -> Any:
         result = known(self, op)
         taken.extend([op] if result is not None else [])
         return result
 
     def look(module: fx.GraphModule, tracer: Tracer) -> None:
-        monkeypatch.setattr(KnownResults, "_known", noted)
+        monkeypatch.setattr(ReusingInterpreter, "_known_result", noted)
         short = described(tracer.trace(module).graph)
-        monkeypatch.setattr(KnownResults, "_known", lambda *_: None)
+        monkeypatch.setattr(ReusingInterpreter, "_known_result", lambda *_: None)
         assert short == described(tracer.trace(module).graph)
 
     with torch.autocast("cpu", torch.bfloat16, cast):

@@ -40,14 +40,6 @@ ONE_TO_ONE = [
     ("FALLBACK_RETRY", "Yes", "engine.fallback_retry", True),
     ("FALLBACK_RETRY", "0", "engine.fallback_retry", False),
     ("CACHE_DIR", "cache", "engine.cache_dir", "cache"),
-    ("SKIPCHECK_POLICY", "SKIP_CHECK_DISABLED", "engine.skip_checks", False),
-    ("SKIPCHECK_POLICY", "SKIP_CHECK_DEVICE", "engine.skip_checks", False),
-    (
-        "SKIPCHECK_POLICY",
-        "SKIP_CHECK_DEVICE|SKIP_CHECK_BUILD_GRADIENT|SKIP_CHECK_EXECUTION_AGENT",
-        "engine.skip_checks",
-        True,
-    ),
     ("ENABLE_CUSTOM_AUTOGRAD", "0", "engine.custom_autograd", False),
     ("ALLOW_AUTOGRAD_CHECKPOINT", "0", "engine.allow_checkpoint", False),
     ("ENABLE_COMPUTE_OPTIMIZER", "1", "compute.upstream", True),
@@ -160,6 +152,13 @@ def test_the_folder_of_tuning_results_becomes_a_file_in_it():
 @pytest.mark.parametrize("name", ["DEEPCOPY_BEFORE_MODEL_EXPORT", "JSON_CONFIG_PATH"])
 def test_what_has_no_key_leaves_a_comment(name):
     assert f"# {PREFIX}{name}=1: " in yaml_of(**{name: "1"})
+
+
+@pytest.mark.parametrize("value", ["SKIP_CHECK_DISABLED", "SKIP_CHECK_DEVICE|SKIP_CHECK_BUILD_GRADIENT"])
+def test_the_policy_for_checks_leaves_a_comment_since_checks_always_run(value):
+    assert config_of(SKIPCHECK_POLICY=value) == load_config_text("version: 1\n")
+    text = " ".join(yaml_of(SKIPCHECK_POLICY=value).replace("\n#", "").split())
+    assert f"{PREFIX}SKIPCHECK_POLICY={value}: a changed model is always noticed" in text
 
 
 def test_an_unknown_variable_leaves_a_comment_with_the_nearest_name():

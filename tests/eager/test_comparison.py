@@ -13,27 +13,27 @@ import ort_accel
 from ort_accel.compiler.module_call import Compiled
 from ort_accel.config import load_config
 from ort_accel.eager import comparison
-from ort_accel.eager.comparison import Rivals, is_clear, why_not
+from ort_accel.eager.comparison import Turns, is_clear, why_not
 
 FEATURE = comparison.FEATURE
 
 
 def race(engine, eager, steps, noise=0.0, seed=0):
-    """Rivals whose steps take `engine(step)` and `eager(step)` seconds; who ran each step, and the rivals."""
-    rivals, draw, ran = Rivals(), random.Random(seed), []
+    """Turns whose steps take `engine(step)` and `eager(step)` seconds; who ran each step, and the turns."""
+    turns, draw, ran = Turns(), random.Random(seed), []
     for step in range(steps):
-        in_eager = rivals.next_is_eager()
+        in_eager = turns.next_is_eager()
         pace = (eager if in_eager else engine)(step) * (1 + noise * abs(draw.gauss(0, 1)))
-        rivals.took(pace, in_eager)
+        turns.took(pace, in_eager)
         ran.append(in_eager)
-    return ran, rivals
+    return ran, turns
 
 
 @pytest.mark.parametrize("factor", [0.3, 0.7, 0.9, 1.1, 1.3, 2.0])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_the_faster_one_runs_nearly_all_steps(factor, noise):
-    ran, rivals = race(lambda _: factor, lambda _: 1.0, 200, noise)
-    assert rivals.prefers_eager is (factor > 1)
+    ran, turns = race(lambda _: factor, lambda _: 1.0, 200, noise)
+    assert turns.prefers_eager is (factor > 1)
     assert ran.count(factor > 1) >= 180
 
 
@@ -51,16 +51,16 @@ def test_under_heavy_noise_the_slower_one_does_not_stay(seed):
 
 
 def test_a_machine_that_gets_loaded_changes_who_runs():
-    ran, rivals = race(lambda step: 0.8 if step < 100 else 3.0, lambda _: 1.0, 200)
+    ran, turns = race(lambda step: 0.8 if step < 100 else 3.0, lambda _: 1.0, 200)
     assert sum(ran[60:100]) <= 3
-    assert rivals.prefers_eager
+    assert turns.prefers_eager
     assert all(ran[130:160])
 
 
 def test_a_single_slow_pair_later_decides_nothing():
     slow = {17, 18, 19}
-    ran, rivals = race(lambda step: 5.0 if step in slow else 0.8, lambda _: 1.0, 120)
-    assert not rivals.prefers_eager
+    ran, turns = race(lambda step: 5.0 if step in slow else 0.8, lambda _: 1.0, 120)
+    assert not turns.prefers_eager
     assert sum(ran) < 20
 
 

@@ -29,6 +29,7 @@ from ort_accel.config import load_config
 from ort_accel.engine import accelerate_layers
 from ort_accel.reporting import Reason, State
 from tests.against_eager import ATOL, RTOL, Trace, assert_same, compilations, pair, report, step
+from tests.tiers import mostly_long
 
 HERE = sys.modules[__name__]
 SWITCH = "ORT_ACCEL_TESTS_SWITCH"
@@ -448,27 +449,86 @@ def assert_followed(models: tuple[Net, Net], change: Change, of_the_process: boo
     assert differ(before, after) == has_effect, "this change does not show what it is to show"
 
 
-@pytest.mark.parametrize("kind", HOOKS)
+SHORT_HOOKS = (
+    "forward_pre",
+    "forward_kwargs",
+    "two_in_order",
+    "in_place",
+    "on_an_output's_gradient",
+    "backward",
+    "of_a_parameter",
+    "after_accumulation",
+    "another_dict_of_hooks",
+)
+SHORT_OF_A_MODEL = (
+    "forward_replaced",
+    "forward_of_the_model_replaced",
+    "checkpointed",
+    "a_method_of_a_block",
+    "an_attribute",
+    "rate_of_dropout",
+    "attribute_of_settings",
+    "new_entry_of_settings",
+    "item_of_a_list",
+    "data_of_a_buffer",
+    "another_parameter",
+    "strides_of_a_parameter",
+    "no_bias",
+    "a_shared_parameter",
+    "untied",
+    "another_block",
+    "a_leaf_of_another_class",
+    "one_more_block",
+    "parametrized",
+    "spectral_norm",
+    "frozen",
+    "evaluated",
+)
+SHORT_OF_THE_PROCESS = (
+    "forward_of_a_class",
+    "forward_of_torch's_class",
+    "call_of_all_modules",
+    "an_inherited_method",
+    "code_of_a_method",
+    "a_property",
+    "attribute_of_a_class",
+    "method_of_another_class",
+    "gelu",
+    "a_method_of_tensors",
+    "a_function",
+    "defaults_of_a_function",
+    "a_constant",
+    "a_registered_function",
+    "environment",
+    "a_function_mode",
+    "a_dispatch_mode",
+)
+"""Changes that `make test` makes: one of each mechanism by which the engine notices them."""
+
+
+@pytest.mark.parametrize("kind", mostly_long(HOOKS, *SHORT_HOOKS))
 def test_hooks(kind, models):
     assert_followed(models("hooks"), HOOKS[kind], of_the_process=False)
 
 
-@pytest.mark.parametrize("kind", HOOKS_ON_ALL_MODULES)
+@pytest.mark.parametrize("kind", mostly_long(HOOKS_ON_ALL_MODULES, "forward", "backward"))
 def test_hooks_on_all_modules(kind, models):
     assert_followed(models("hooks"), HOOKS_ON_ALL_MODULES[kind], of_the_process=True)
 
 
-@pytest.mark.parametrize("kind", OF_A_MODEL)
+@pytest.mark.parametrize("kind", mostly_long(OF_A_MODEL, *SHORT_OF_A_MODEL))
 def test_a_change_of_the_model(kind, models):
     assert_followed(models("model"), OF_A_MODEL[kind], of_the_process=False)
 
 
-@pytest.mark.parametrize("kind", OF_THE_PROCESS)
+@pytest.mark.parametrize("kind", mostly_long(OF_THE_PROCESS, *SHORT_OF_THE_PROCESS))
 def test_a_change_around_the_model(kind, models):
     assert_followed(models("process"), OF_THE_PROCESS[kind], of_the_process=True)
 
 
-@pytest.mark.parametrize("kind", WITHOUT_EFFECT_HERE)
+@pytest.mark.parametrize(
+    "kind", mostly_long(WITHOUT_EFFECT_HERE, "default_dtype", "deterministic", "anomaly_detection", "saved_on_cpu")
+)
 def test_a_setting_of_pytorch(kind, models):
     assert_followed(models("process"), WITHOUT_EFFECT_HERE[kind], of_the_process=True, has_effect=False)
 
@@ -504,7 +564,7 @@ def test_an_error_in_a_hook_is_raised():
 
 def test_more_changes_than_dynamo_compiles_for(monkeypatch):
     """Beyond the limit a model runs in eager mode, with the hooks that it then has, and the report says so."""
-    monkeypatch.setattr(dynamo, "COMPILATIONS", 3)
+    monkeypatch.setattr(dynamo, "RECOMPILE_LIMIT", 3)
     eager, ours = pair(Net())
     for factor in range(1, 7):
         with ExitStack() as stack:

@@ -92,9 +92,3 @@ class Engine(Section):
     allow_checkpoint: bool = True
     """Accept `torch.utils.checkpoint` (gradient checkpointing) inside the model. `false` makes it an error, for runs
     where `memory` alone should decide what is recomputed."""
-
-    skip_checks: bool = False
-    """Once a batch of some sizes has run, stop checking for others like it that the model is what was compiled: frozen
-    parameters, modes of its parts, hooks, methods, attributes, globals. Sizes and types of inputs and `model.training`
-    are still looked at. Saves one or two milliseconds a step of 12 layers; a model that changes otherwise gives wrong
-    results without a word, so leave it off unless steps are tiny and nothing changes."""

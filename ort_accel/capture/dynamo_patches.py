@@ -1,0 +1,82 @@
+"""Patches Dynamo for captures of the engine alone: checks of tensor contents stay in a graph instead of breaking it.
+
+Models of pictures and text check through `torch._check_tensor_all` that tokens and parts of pictures match, and write
+both numbers into the error's text. Dynamo breaks the graph at the check, and compiles anew for each number in a text.
+Private to torch; checked with torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from inspect import signature
+
+import torch
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.misc import StringFormatVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+from ort_accel.kernels.tensor_asserts import FAILED
+
+TENSOR_CHECKS = (torch._check_tensor_all, torch._check_tensor_all_with)
+
+_BY_ENGINE: ContextVar[bool] = ContextVar("the engine captures", default=False)
+
+
+@contextmanager
+def by_engine() -> Iterator[None]:
+    """Mark captures within as the engine's."""
+    before = _BY_ENGINE.set(True)
+    try:
+        yield
+    finally:
+        _BY_ENGINE.reset(before)
+
+
+def is_by_engine() -> bool:
+    """True if the present capture is the engine's."""
+    return _BY_ENGINE.get()
+
+
+def _patch_text_formatting() -> None:
+    """Let a dynamic size be written into a text without a guard on its value."""
+    original = InstructionTranslatorBase._format_value
+
+    def format_value(self: InstructionTranslatorBase, fmt_spec: VariableTracker, flags: int) -> None:
+        if is_by_engine() and isinstance(self.stack[-1], SymNodeVariable):
+            text = "{:" + fmt_spec.as_python_constant() + "}"
+            self.push(StringFormatVariable.create(text, [self.pop()], {}))
+        else:
+            original(self, fmt_spec, flags)
+
+    InstructionTranslatorBase._format_value = format_value  # type: ignore[method-assign]
+
+
+def _patch_tensor_checks() -> None:
+    """Turn a check of a tensor into an operator that the graph runs."""
+    original = TorchInGraphFunctionVariable.call_function
+
+    def call_function(
+        self: TorchInGraphFunctionVariable,
+        tx: InstructionTranslatorBase,
+        args: list[VariableTracker],
+        kwargs: dict[str, VariableTracker],
+    ) -> VariableTracker:
+        if not is_by_engine() or self.value not in TENSOR_CHECKS:
+            return original(self, tx, args, kwargs)
+        condition = signature(self.value).bind(*args, **kwargs).arguments["cond"]
+        if not isinstance(condition, TensorVariable):
+            return original(self, tx, args, kwargs)
+        holds = condition.call_method(tx, "_is_all_true", [], {})
+        tx.output.create_proxy("call_function", torch._assert_async, (holds.as_proxy(), FAILED), {})
+        return ConstantVariable.create(None)
+
+    TorchInGraphFunctionVariable.call_function = call_function  # type: ignore[method-assign]
+
+
+_patch_text_formatting()
+_patch_tensor_checks()
