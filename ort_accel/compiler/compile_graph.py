@@ -15,18 +15,17 @@ from ort_accel.autotune.time_attention import Attention
 from ort_accel.autotune.time_matmuls import Products
 from ort_accel.autotune.tuner import Tuner
 from ort_accel.executor.matmul_segment import TwoWays
-from ort_accel.executor.ort_segment import OrtSegment, Results, Twin, build, lie_in_pool, ort_makes_results
+from ort_accel.executor.ort_segment import Fallback, OrtSegment, Results, Twin, build, lie_in_pool, ort_makes_results
 from ort_accel.executor.program import SIZE, Program, Step, mark_last_uses
 from ort_accel.executor.reuse_operands import is_own
 from ort_accel.executor.torch_segment import PyTorchSegment
 from ort_accel.graph.nodes import count_ops, is_part, is_size, is_view, op_name, returned, tensors_of, user_line
 from ort_accel.graph.symbolic_sizes import SizeFunction, SymbolSource, expression
 from ort_accel.operators.flops import flops
-from ort_accel.partition.assign import Assigner, Refusal, short
-from ort_accel.partition.delay_large_values import keep_apart
-from ort_accel.partition.merge_small_segments import merge_islands
-from ort_accel.partition.segments import Assignment, Body, Cut, assign, body_of, cut
-from ort_accel.partition.split_at_gradients import Gradients, due, split
+from ort_accel.partition.assign import Assigner, Assignment, Refusal, short
+from ort_accel.partition.placement import Decision, by_rule, place, segments
+from ort_accel.partition.segments import Body, Cut, body_of
+from ort_accel.partition.split_at_gradients import Gradients, due
 from ort_accel.passes.fuse import fuse
 from ort_accel.passes.hoist_weight_casts import CopiesOfWeights, WeightCast, take_out
 from ort_accel.passes.remove_double_transpose import without_detours
@@ -78,7 +77,7 @@ class Lowering:
     def __post_init__(self) -> None:
         self.assigner = Assigner(self.opset, self.sessions, self.unwanted, self.for_speed)
         if self.estimator is not None:
-            self.assigner.estimated = self.estimator.decides
+            self.assigner.estimated = self.estimator.estimates
 
     def change(self, **fields: Any) -> None:
         """Take other values for some fields, for the graphs that are still to come."""
@@ -98,14 +97,12 @@ def lower_graph(
     """
     _simplify(module.graph, lowering, lowering.report)
     casts = take_out(module.graph, bound) if lowering.copies and name.startswith("forward") else []
-    with lowering.report.timed("assign operators", name):
-        assignment = _assignment(module.graph, lowering)
+    decisions = _decisions(lowering)
     if lowering.tuner is not None:
-        with lowering.report.timed("tune", name):
-            trial = replace(lowering, sessions=lowering.sessions.without_trace(), failed=_fail)
-            make = partial(_trial, module, trial, name, bound)
-            assignment = lowering.tuner.choose(module, name, assignment, make)
-    cuts = _cuts(module.graph, assignment, lowering, gradients)
+        decisions.append(partial(_tuned, module, lowering, lowering.tuner, name, bound))
+    with lowering.report.timed("assign operators", name):
+        assignment = place(module.graph, decisions)
+    assignment, cuts = segments(module.graph, assignment, lowering.for_speed, gradients)
     with lowering.report.timed("build sessions", name):
         assembly = _Assembly(module, lowering, name, bound, assignment, cuts)
         program = assembly.program(casts, gradients)
@@ -120,32 +117,36 @@ def _simplify(graph: fx.Graph, lowering: Lowering, report: Report) -> None:
         fuse(graph, report)
 
 
-def _assignment(graph: fx.Graph, lowering: Lowering) -> Assignment:
-    found = assign(graph, lowering.assigner.refusal)
-    return found if lowering.estimator is None else lowering.estimator.divided(found)
+def _decisions(lowering: Lowering) -> list[Decision]:
+    by_estimate = [] if lowering.estimator is None else [lowering.estimator.decide]
+    return [by_rule(lowering.assigner.refusal), *by_estimate]
 
 
-def _cuts(graph: fx.Graph, assignment: Assignment, lowering: Lowering, gradients: Gradients = ()) -> list[Cut]:
-    cuts = cut(graph, assignment)
-    if lowering.for_speed:
-        merged = merge_islands(cuts)
-        assignment.refusals.update((node, Refusal(Reason.SMALL)) for node in merged.given_up)
-        cuts = merged.cuts
-    cuts = keep_apart(cuts, assignment.free)
-    return split(cuts, graph, assignment.free, gradients) if gradients else cuts
+def _tuned(
+    module: fx.GraphModule,
+    lowering: Lowering,
+    tuner: Tuner,
+    name: str,
+    bound: Callable[[fx.Node], bool],
+    assignment: Assignment,
+) -> Mapping[fx.Node, Refusal]:
+    with lowering.report.timed("tune", name):
+        trial = replace(lowering, sessions=lowering.sessions.without_trace(), failed=_fail)
+        return tuner.decide(module, name, partial(_trial, module, trial, name, bound), assignment)
 
 
 def foreseen(module: fx.GraphModule, gradients: Gradients, lowering: Lowering) -> list[Cut]:
     """The segments that a graph would be cut into, without measuring anything. The graph is rewritten on the way."""
     _simplify(module.graph, lowering, Report())
-    return _cuts(module.graph, _assignment(module.graph, lowering), lowering, gradients)
+    assignment = place(module.graph, _decisions(lowering))
+    return segments(module.graph, assignment, lowering.for_speed, gradients)[1]
 
 
 def _trial(
     module: fx.GraphModule, lowering: Lowering, name: str, bound: Callable[[fx.Node], bool], assignment: Assignment
 ) -> Program:
     """A program to be timed, which leaves no trace in the report, the cache or the folder of models."""
-    return _Assembly(module, lowering, name, bound, assignment, _cuts(module.graph, assignment, lowering)).program()
+    return _Assembly(module, lowering, name, bound, *segments(module.graph, assignment, lowering.for_speed)).program()
 
 
 def _fail(error: Exception) -> bool:
@@ -264,12 +265,12 @@ class _Assembly:
 
     def _ort_step(self, index: int, body: Body, wanted: list[fx.Node]) -> Step:
         model = build(body, wanted, self._lowering.opset)
-        twin = Twin(body, wanted, self._module)
+        fallback = Fallback(Twin(body, wanted, self._module), self._lowering.failed)
         name = f"{self._name} part {index}"
         in_pool = lie_in_pool(wanted, self._lowering.pool_from)
         results = ort_makes_results if in_pool else Results(wanted, model.output_orders)
         lowering, record = self._lowering, self.records[index]
-        segment = OrtSegment(model, lowering.sessions, self._bound, twin, lowering.failed, name, results, record=record)
+        segment = OrtSegment(model, lowering.sessions, self._bound, fallback, name, results, record)
         other = self._by_onednn(index, body, wanted)
         run = segment if other is None else TwoWays(segment, other, body.nodes, lowering.changed, record)
         return self._numbered(run, segment.inputs, wanted)

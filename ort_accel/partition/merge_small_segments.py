@@ -1,46 +1,38 @@
-"""Small ONNX Runtime segments between PyTorch segments are given up: getting there costs more than it gains."""
+"""Small ONNX Runtime segments between PyTorch segments go to PyTorch: the handover costs more than they gain."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import fx
 
 from ort_accel.graph.nodes import fakes_in, op_name
 from ort_accel.graph.symbolic_sizes import hinted_elements
+from ort_accel.partition.assign import Refusal
 from ort_accel.partition.segments import Cut
-from ort_accel.reporting import Runner
+from ort_accel.reporting import Reason, Runner
 
 MOST_ELEMENTS = 1 << 16
-"""Elements that an island computes in all; with fewer, PyTorch takes less time than handing tensors over (0.05 ms)."""
+"""A segment that computes fewer elements than this in all is small."""
 
 HEAVY = ("mm", "bmm", "convolution")
-"""Parts of the names of operators that are worth a crossing at any size that training meets."""
+"""Parts of the names of operators that are worth a handover at any size that training meets."""
 
 
-@dataclass(frozen=True)
-class Merged:
-    """Segments after merging, and the nodes that PyTorch runs for this reason alone."""
-
-    cuts: list[Cut]
-    given_up: list[fx.Node]
-
-
-def merge_islands(cuts: Sequence[Cut]) -> Merged:
-    """Let PyTorch run each island, joined with its neighbours. Segments of ONNX Runtime in a row stay what they are."""
+def merge_small_segments(cuts: Sequence[Cut]) -> tuple[list[Cut], dict[fx.Node, Refusal]]:
+    """Joins each small segment with its neighbours. Returns all segments, and the nodes that PyTorch runs for it."""
     kept: list[Cut] = []
-    given_up: list[fx.Node] = []
+    given_up: dict[fx.Node, Refusal] = {}
     for index, cut in enumerate(cuts):
-        is_island = _is_between_pytorch(cuts, index) and _is_small(cut)
-        runner = Runner.PYTORCH if is_island else cut.runner
-        if is_island:
-            given_up += cut.nodes
+        runner = cut.runner
+        if _is_between_pytorch(cuts, index) and _is_small(cut):
+            runner = Runner.PYTORCH
+            given_up |= dict.fromkeys(cut.nodes, Refusal(Reason.SMALL))
         if runner is Runner.PYTORCH and kept and kept[-1].runner is runner:
             kept[-1] = Cut(runner, [*kept[-1].nodes, *cut.nodes])
         else:
             kept.append(Cut(runner, list(cut.nodes)))
-    return Merged(kept, given_up)
+    return kept, given_up
 
 
 def _is_between_pytorch(cuts: Sequence[Cut], index: int) -> bool:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import ort_accel
 from ort_accel.autotune import time_attention
 from ort_accel.autotune.throughput import Machine
-from ort_accel.autotune.time_attention import LargeByProducts, _least
+from ort_accel.autotune.time_attention import LargeByProducts, _min_pairs
 from ort_accel.kernels.attention_dense import PYTORCH, How
 from ort_accel.kernels.attention_matmul import AttentionProducts
 from ort_accel.runtime.session import SessionSettings
@@ -168,7 +168,7 @@ def test_small_attention_and_what_products_cannot_stays_pytorchs(queries, how):
     ids=["for many", "always", "never", "for few alone"],
 )
 def test_products_take_what_they_save_time_on(saved, least):
-    assert _least((100, 1000), saved) == least
+    assert _min_pairs((100, 1000), saved) == least
 
 
 def test_the_machine_is_asked_once():

@@ -11,8 +11,9 @@ import ort_accel
 from ort_accel.cli.benchmark.workload import Workload, batch_of, build
 from ort_accel.partition import delay_large_values
 from ort_accel.partition.assign import Refusal
-from ort_accel.partition.delay_large_values import LASTS, keep_apart
-from ort_accel.partition.segments import BEHIND, assign, cut
+from ort_accel.partition.delay_large_values import LASTS
+from ort_accel.partition.placement import by_rule, place
+from ort_accel.partition.segments import BEHIND, cut
 from ort_accel.reporting import GraphMemory, Reason
 from tests.partition.test_segments import graph_of
 from tests.recompute.models import ALIKE, ALL_ROWS, NAMES, assert_same_bits, one_step, plain, recorded
@@ -35,9 +36,10 @@ def cuts_of(function, *inputs, is_again=True):
             node.meta[LASTS] = True
         if is_again and node.target is AGAIN:
             node.meta[BEHIND] = tuple(item.name for item in graph.nodes if item.target is aten.cos.default)
-    assignment = assign(graph, lambda node: Refusal(Reason.WISH) if node.target in IN_PYTORCH else None)
+    decide = by_rule(lambda node: Refusal(Reason.WISH) if node.target in IN_PYTORCH else None)
+    assignment = place(graph, [decide])
     before = cut(graph, assignment)
-    after = keep_apart(before, assignment.free)
+    after = delay_large_values.delay_large_values(before, assignment.free)
     return [[[node.name for node in item.nodes] for item in cuts] for cuts in (before, after)]
 
 
@@ -116,9 +118,9 @@ def predicted(memory: GraphMemory) -> int:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_takes_no_more_memory_and_changes_no_bit(name, monkeypatch):
-    monkeypatch.setattr(delay_large_values, "LARGE", inf)
+    monkeypatch.setattr(delay_large_values, "LARGE_BYTES", inf)
     together = one_step(name, {"level": 1}, rows=64, **STATS)
-    monkeypatch.setattr(delay_large_values, "LARGE", 0)
+    monkeypatch.setattr(delay_large_values, "LARGE_BYTES", 0)
     held_apart = one_step(name, {"level": 1}, rows=64, **STATS)
     assert held_apart[1].repeated
     assert_same_bits(held_apart[0], together[0])
@@ -131,7 +133,7 @@ def test_a_bert_takes_less(monkeypatch):
     size = Workload("bert", hidden=96, layers=2, heads=2, batch=32, length=64, vocab=64, dropout=0.0)
     found = []
     for large in (inf, 1 << 16):
-        monkeypatch.setattr(delay_large_values, "LARGE", large)
+        monkeypatch.setattr(delay_large_values, "LARGE_BYTES", large)
         model = ort_accel.accelerate(build(size), ALIKE | STATS | ALL_ROWS | {"memory": {"level": 1}})
         model(**batch_of(size)).loss.backward()
         found.append(predicted(recorded(model)))

@@ -10,8 +10,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ort_accel.graph.nodes import is_view
 from ort_accel.kernels import bit_mask  # noqa: F401 -- the operators that a test calls
 from ort_accel.partition.assign import Refusal
-from ort_accel.partition.merge_small_segments import MOST_ELEMENTS, merge_islands
-from ort_accel.partition.segments import Cut, assign, body_of, cut
+from ort_accel.partition.merge_small_segments import MOST_ELEMENTS, merge_small_segments
+from ort_accel.partition.placement import by_rule, place
+from ort_accel.partition.segments import Cut, body_of, cut
 from ort_accel.reporting import Reason, Runner
 
 aten = torch.ops.aten
@@ -22,8 +23,12 @@ def graph_of(function, *inputs) -> fx.Graph:
 
 
 def only(*pytorch_ops):
-    """Decide that PyTorch runs these operators and ONNX Runtime all others."""
-    return lambda node: Refusal(Reason.WISH) if node.target in pytorch_ops else None
+    """Decides that PyTorch runs these operators and ONNX Runtime all others."""
+    return by_rule(lambda node: Refusal(Reason.WISH) if node.target in pytorch_ops else None)
+
+
+def assign(graph, decide):
+    return place(graph, [decide])
 
 
 def runs(graph: fx.Graph, decide):
@@ -224,24 +229,23 @@ def cuts_around(elements: int, op) -> list[Cut]:
 
 
 def test_a_small_island_is_given_to_its_neighbours():
-    merged = merge_islands(cuts_around(16, torch.exp))
-    assert [item.runner for item in merged.cuts] == [Runner.PYTORCH]
-    assert [node.target for node in merged.given_up] == [aten.exp.default]
+    merged, given_up = merge_small_segments(cuts_around(16, torch.exp))
+    assert [item.runner for item in merged] == [Runner.PYTORCH]
+    assert [node.target for node in given_up] == [aten.exp.default]
 
 
 def test_a_large_one_is_kept():
-    cuts = cuts_around(MOST_ELEMENTS, torch.exp)
-    merged = merge_islands(cuts)
-    assert [item.runner for item in merged.cuts] == [Runner.PYTORCH, Runner.ORT, Runner.PYTORCH]
-    assert merged.given_up == []
+    merged, given_up = merge_small_segments(cuts_around(MOST_ELEMENTS, torch.exp))
+    assert [item.runner for item in merged] == [Runner.PYTORCH, Runner.ORT, Runner.PYTORCH]
+    assert not given_up
 
 
 def test_a_product_is_never_given_up():
-    merged = merge_islands(cuts_around(16, lambda x: x.mm(x.t())))
-    assert Runner.ORT in {item.runner for item in merged.cuts}
+    merged, _ = merge_small_segments(cuts_around(16, lambda x: x.mm(x.t())))
+    assert Runner.ORT in {item.runner for item in merged}
 
 
 def test_a_segment_at_either_end_is_no_island():
     graph = graph_of(lambda x: x.exp().sin().exp(), torch.ones(4))
-    merged = merge_islands(cut(graph, assign(graph, only(aten.sin.default))))
-    assert [item.runner for item in merged.cuts] == [Runner.ORT, Runner.PYTORCH, Runner.ORT]
+    merged, _ = merge_small_segments(cut(graph, assign(graph, only(aten.sin.default))))
+    assert [item.runner for item in merged] == [Runner.ORT, Runner.PYTORCH, Runner.ORT]
