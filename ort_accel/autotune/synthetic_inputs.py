@@ -14,13 +14,13 @@ from ort_accel.kernels.attention_packed import FULL
 from ort_accel.kernels.packed_rows import ROW_OPERATORS
 
 
-def synthetic_inputs(nodes: Sequence[fx.Node]) -> list[Any]:
+def synthetic_inputs(nodes: Sequence[fx.Node]) -> list[object]:
     """Returns a value like each node's. All row tables among them name the same rows."""
     tables = _RowTables(nodes).tensors()
     return [tables[node] if node in tables else synthetic_value(node.meta.get("val")) for node in nodes]
 
 
-def synthetic_value(value: Any) -> Any:
+def synthetic_value(value: object) -> object:
     """Returns a value like this one, at the sizes that the graph was captured with.
 
     Floats are small and of both signs, so that they neither overflow nor vanish. Integers are 0: every table has row 0.

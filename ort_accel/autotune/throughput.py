@@ -6,11 +6,10 @@ time holds for all sizes in this process.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from operator import getitem
 
 import torch
 from torch import Tensor, fx
@@ -30,7 +29,7 @@ from ort_accel.runtime.sessions import Sessions
 
 aten = torch.ops.aten
 
-Calls = list[tuple[Any, ...]]
+Calls = list[tuple[object, ...]]
 """The arguments of each call of one operator."""
 
 ROWS, WIDTH = 1024, 512
@@ -74,7 +73,7 @@ def _slices_backward() -> Calls:
     return [(_rows(count, WIDTH), [count, 2 * WIDTH], 1, 0, *more) for more in ((WIDTH, 1), (2 * WIDTH, 2))]
 
 
-CALLS: dict[Any, Callable[[], Calls]] = {
+CALLS: dict[OpOverload, Callable[[], Calls]] = {
     aten.mm.default: _products,
     aten.bmm.default: _grouped_products,
     aten.add.Tensor: lambda: [(_rows(), _rows())],
@@ -105,7 +104,7 @@ CALLS: dict[Any, Callable[[], Calls]] = {
 }
 """Calls of each operator in single precision. They are large enough for all threads."""
 
-EQUALLY_FAST: dict[Any, OpOverload] = {aten.addmm.default: aten.mm.default, aten.sub.Tensor: aten.add.Tensor}
+EQUALLY_FAST: dict[object, OpOverload] = {aten.addmm.default: aten.mm.default, aten.sub.Tensor: aten.add.Tensor}
 """Untimed operators to timed ones that take as long."""
 
 
@@ -138,12 +137,18 @@ class Machine:
 
     def kernel_times(self, target: object) -> KernelTimes | None:
         """Returns the times of an operator; None if it is not timed, or cannot be run here."""
-        return _measured(self, EQUALLY_FAST.get(target, target)) if is_timed(target) else None
+        timed = _timed_operator(target)
+        return None if timed is None else _measured(self, timed)
 
 
 def is_timed(target: object) -> bool:
     """True if calls of an operator, or of one that takes as long, are timed."""
-    return EQUALLY_FAST.get(target, target) in CALLS
+    return _timed_operator(target) is not None
+
+
+def _timed_operator(target: object) -> OpOverload | None:
+    operator = EQUALLY_FAST.get(target, target)
+    return operator if isinstance(operator, OpOverload) and operator in CALLS else None
 
 
 def amount_of(node: fx.Node) -> int:
@@ -205,5 +210,5 @@ def call_of(target: OpOverload, arguments: Sequence[object]) -> tuple[fx.GraphMo
         node.meta["val"] = results = target(*tree_map_only(fx.Node, lambda given: given.meta["val"], nodes))
     if isinstance(results, tuple):
         for number, result in enumerate(results):
-            graph.call_function(operator.getitem, (node, number)).meta["val"] = result
+            graph.call_function(getitem, (node, number)).meta["val"] = result
     return fx.GraphModule({}, graph), node

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Target
 
 from ort_accel.autotune.throughput import Machine
 from ort_accel.autotune.timer import Runs, isolated, race
@@ -27,6 +28,8 @@ from ort_accel.reporting import Report
 from ort_accel.runtime.ort_pool import release_unused
 from ort_accel.runtime.picklable_closures import made_by
 from ort_accel.runtime.sessions import Sessions
+
+Call: TypeAlias = Callable[..., object]
 
 LOG = logging.getLogger("ort_accel")
 
@@ -43,7 +46,7 @@ MIN_SHARE_SAVED = 0.1
 """The share of the time that products have to save: a busy machine is wrong by about as much."""
 
 
-class LargeByProducts:
+class AttentionBySize:
     """PyTorch's kernels, and products in ONNX Runtime from a number of pairs on."""
 
     def __init__(self, products: Kernels, min_pairs: float) -> None:
@@ -95,14 +98,14 @@ class Attention:
     def __init__(self, machine: Machine, report: Report) -> None:
         self._machine, self._report = machine, report
 
-    def replacements(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Callable[..., Any]]:
+    def replacements(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Call]:
         """Returns the nodes that run faster as products, with what to call for them."""
         found = {node: call for node in nodes if node.target in _CALLS and (call := self._call(node))}
         if found:
             self._report.counters["attention by products of ONNX Runtime, where there are many tokens"] += len(found)
         return found
 
-    def _call(self, node: fx.Node) -> Callable[..., Any] | None:
+    def _call(self, node: fx.Node) -> Call | None:
         query: Tensor = node.all_input_nodes[0].meta["val"]
         if query.dtype != torch.float32 or query.device.type != "cpu":
             return None
@@ -118,24 +121,24 @@ def _plain(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *more: Any,
+    *more: bool,
     kernels: Kernels,
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
-) -> Any:
+) -> Sequence[Tensor]:
     is_causal = more[1] if len(more) > 1 else is_causal  # behind the share that is dropped, which is 0 on the CPU
     return kernels.forward((query, key, value), How(attn_mask, is_causal, scale))
 
 
 def _plain_backward(
     *operands: Any, kernels: Kernels, attn_mask: Tensor | None = None, scale: float | None = None
-) -> Any:
+) -> Sequence[Tensor]:
     *tensors, _, is_causal = operands
     return kernels.backward(tensors, How(attn_mask, is_causal, scale))
 
 
-_CALLS: dict[Any, Callable[..., Any]] = {
+_CALLS: dict[Target, Call] = {
     FORWARD: _plain,
     BACKWARD: _plain_backward,
     attention_slim.LEAN_FORWARD.default: attention_slim.attention,
@@ -146,8 +149,8 @@ _CALLS: dict[Any, Callable[..., Any]] = {
 """Attention operators, with the functions that compute them by given kernels."""
 
 
-def _with(kernels: Kernels, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*given: Any, **named: Any) -> Any:
+def _with(kernels: Kernels, function: Call) -> Call:
+    def call(*given: object, **named: object) -> object:
         return function(*given, **named, kernels=kernels)
 
     call.__name__ = f"{function.__name__.lstrip('_')}_by_products"
@@ -164,7 +167,7 @@ def _tokens(node: fx.Node) -> float:
 
 
 @cache
-def _measured(machine: Machine, length: int, width: int) -> LargeByProducts | None:
+def _measured(machine: Machine, length: int, width: int) -> AttentionBySize | None:
     """Returns kernels that use products from the number of pairs on that pays; None if none does."""
     products = AttentionProducts(Sessions(machine.settings))
     sizes = (FEW_SEQUENCES, FEW_TOKENS), (max(1, MANY_PAIRS // (HEADS * length**2)), length)
@@ -178,7 +181,7 @@ def _measured(machine: Machine, length: int, width: int) -> LargeByProducts | No
     pairs = [samples * HEADS * tokens**2 for samples, tokens in sizes]
     saved = [(1 - MIN_SHARE_SAVED) * seconds["pytorch"] - seconds["products"] for seconds in times]
     min_pairs = _min_pairs(pairs, saved)
-    return None if min_pairs is None else LargeByProducts(products, min_pairs)
+    return None if min_pairs is None else AttentionBySize(products, min_pairs)
 
 
 def _runs(products: Kernels, samples: int, tokens: int, width: int) -> Runs:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, TypeGuard
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -22,6 +22,16 @@ from ort_accel.runtime.installed_ort import Flavor
 from ort_accel.runtime.session import SessionSettings
 
 Seconds = dict[str, float]
+
+
+class Entry(TypedDict, total=False):
+    """One saved measurement."""
+
+    seconds: Seconds
+    in_pytorch: list[str]
+    """Names of the nodes that PyTorch runs in the fastest division of a graph."""
+
+
 Runs = Mapping[str, Callable[[], object]]
 
 FORMAT = "ort_accel tuning 1"
@@ -100,13 +110,13 @@ class Results:
         """`context` names the machine, versions and threads for which measurements hold."""
         self._path, self._context, self._report = path, context, report
         self._entries = self._read()
-        self._new: dict[str, Any] = {}
+        self._new: dict[str, Entry] = {}
 
-    def get(self, *subject: str) -> Any:
+    def get(self, *subject: str) -> Entry | None:
         """Returns the measurement of a subject; None if there is none."""
         return self._entries.get(self._fingerprint(subject))
 
-    def put(self, value: Any, *subject: str) -> None:
+    def put(self, value: Entry, *subject: str) -> None:
         """Keep a measurement; `save` writes it to disk."""
         key = self._fingerprint(subject)
         self._entries[key] = self._new[key] = value
@@ -123,7 +133,7 @@ class Results:
             self._say(f"cannot write {self._path}: {error.strerror}; nothing is kept")
         self._new = {}
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, Entry]:
         if self._path is None:
             return {}
         try:
@@ -135,10 +145,11 @@ class Results:
             return {}
         except ValueError:
             content = None
-        if not isinstance(content, dict) or content.get("format") != FORMAT or not _is_sound(content.get("entries")):
+        entries = content.get("entries") if isinstance(content, dict) and content.get("format") == FORMAT else None
+        if not _is_sound(entries):
             self._say(f"{self._path} is damaged, or was written by another version; it is made again")
             return {}
-        return dict(content["entries"])
+        return entries
 
     def _fingerprint(self, subject: tuple[str, ...]) -> str:
         return hashlib.sha256("\0".join([self._context, *subject]).encode()).hexdigest()[:32]
@@ -147,7 +158,7 @@ class Results:
         self._report.note(f"compute.tuning.results: {problem}")
 
 
-def _is_sound(entries: Any) -> bool:
+def _is_sound(entries: object) -> TypeGuard[dict[str, Entry]]:
     """True if entries are as `put` leaves them: each has the seconds of a race."""
     return isinstance(entries, dict) and all(
         isinstance(entry, dict)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from torch import fx
 
 from ort_accel.executor.ort_segment import OrtSegment
-from ort_accel.executor.program import Symbols
+from ort_accel.executor.program import Inputs, Outputs, Symbols
 from ort_accel.executor.torch_segment import PyTorchSegment
 from ort_accel.graph.nodes import fakes_in
 from ort_accel.graph.symbolic_sizes import SizeFunction, expression
@@ -35,10 +34,10 @@ class TwoWays:
         self._sizes = SizeFunction(expression(size) for value in values for size in value.shape)
         self._known_sizes, self._changed, self._record = KnownSizes(), changed, record
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"inputs": []}
 
-    def __call__(self, tensors: list[Any], symbols: Symbols) -> Sequence[Any]:
+    def __call__(self, tensors: Inputs, symbols: Symbols) -> Outputs:
         """Runs with these inputs."""
         sizes = self._sizes(symbols)
         if sizes not in self._known_sizes:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from ort_accel.executor.program import Run, Symbols
+from ort_accel.executor.program import Inputs, Outputs, Run, Symbols
 from ort_accel.executor.torch_segment import PyTorchSegment
 from ort_accel.graph.memory_layout import Order, order_in_memory, reverse
 from ort_accel.graph.nodes import call, constant_of, is_part, is_size
@@ -116,7 +116,7 @@ class Twin:
     def __init__(self, body: Body, wanted: Sequence[fx.Node], owner: fx.GraphModule) -> None:
         self._build = cache(lambda: PyTorchSegment(body, wanted, owner))
 
-    def __call__(self, tensors: list[Any], symbols: Symbols) -> Sequence[Any]:
+    def __call__(self, tensors: Inputs, symbols: Symbols) -> Outputs:
         """Runs with these inputs."""
         return self._build()(tensors, symbols)
 
@@ -124,7 +124,7 @@ class Twin:
         return _restored, (self._build().__getstate__(),)
 
 
-def _restored(state: dict[str, Any]) -> PyTorchSegment:
+def _restored(state: dict[str, object]) -> PyTorchSegment:
     segment = PyTorchSegment.__new__(PyTorchSegment)
     segment.__dict__.update(state)
     return segment
@@ -184,19 +184,21 @@ class OrtSegment:
         self,
         model: Model,
         sessions: Sessions,
-        bound: Callable[[fx.Node], bool],
+        keeps_address: Callable[[fx.Node], bool],
         fallback: Fallback,
         name: str,
         results: MakeResults = ort_makes_results,
         record: Segment | None = None,
     ) -> None:
-        """`bound` tells inputs that keep their address. `results` allocates the results. `record` notes the runner."""
+        """`results` allocates the results; `record` notes who ran the segment."""
         self.inputs = model.inputs
         names = [value.name or "" for value in model.model.graph.inputs]
         content = ir.to_proto(model.model).SerializeToString()
         outputs = [value.name or "" for value in model.outputs]
         self._session_arguments = sessions, content, names, outputs, name
-        self._given = [(bound(node), order) for node, order in zip(model.inputs, model.input_orders, strict=True)]
+        self._given = [
+            (keeps_address(node), order) for node, order in zip(model.inputs, model.input_orders, strict=True)
+        ]
         self._create_session()
         self._permuted = [
             (position, reverse(order)) for position, order in enumerate(model.output_orders) if order is not None
@@ -215,15 +217,15 @@ class OrtSegment:
         self._convert = [_converter(keeps_address, order) for keeps_address, order in self._given]
         self._size_cache: tuple[tuple[int, ...], list[OrtValue]] = ((), [])
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         of_process = ("_session", "_convert", "_size_cache")
         return {name: value for name, value in self.__dict__.items() if name not in of_process} | {"inputs": []}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._create_session()
 
-    def __call__(self, tensors: list[Any], symbols: Symbols) -> Sequence[Any]:
+    def __call__(self, tensors: Inputs, symbols: Symbols) -> Outputs:
         """Runs with these inputs."""
         if self._given_up:
             return self._fallback.run(tensors, symbols)
@@ -239,11 +241,11 @@ class OrtSegment:
             results[position] = results[position].permute(order)
         return results
 
-    def _by_onnx_runtime(self, tensors: list[Any], symbols: Symbols) -> list[torch.Tensor]:
+    def _by_onnx_runtime(self, tensors: Inputs, symbols: Symbols) -> list[torch.Tensor]:
         feeds = [convert(tensor) for convert, tensor in zip(self._convert, tensors, strict=True)]
         return self._session(feeds + self._size_values(symbols), self._results(symbols))
 
-    def _by_pytorch(self, error: Exception, tensors: list[Any], symbols: Symbols) -> Sequence[Any]:
+    def _by_pytorch(self, error: Exception, tensors: Inputs, symbols: Symbols) -> Outputs:
         """Runs the segment in PyTorch after a failure, with the memory that the failed run and the pool held."""
         clear_frames(error.__traceback__)
         if is_lack_of_memory(error):

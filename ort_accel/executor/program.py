@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from ort_accel.graph.symbolic_sizes import SizeFunction, SymbolSource
 from ort_accel.memory.out_of_memory import explain_lack_of_memory
 
-Registers = list[Any]
 Symbols = dict[str, int]
 """The values of the symbols in sizes."""
 
-Run = Callable[[list[Any], Symbols], Sequence[Any]]
-"""Runs a segment with its inputs, and may empty their list."""
+Inputs: TypeAlias = list[Any]
+Outputs: TypeAlias = Sequence[Any]
+"""Tensors, and numbers that follow from what tensors hold."""
+
+Run = Callable[[Inputs, Symbols], Outputs]
+"""Runs a segment. It may empty the list of its inputs."""
 
 
 @dataclass
@@ -51,9 +54,9 @@ class Program:
         self._output_sizes = output_sizes
         self._before_each = before_each
 
-    def __call__(self, args: list[Any]) -> list[Any]:
+    def __call__(self, args: Inputs) -> list[Any]:
         """Runs all segments. Outputs that are sizes are computed from the symbols."""
-        registers: Registers = [*args, *([None] * (self._registers - len(args)))]
+        registers: list[Any] = [*args, *([None] * (self._registers - len(args)))]
         args.clear()
         symbols: Symbols = {}
         self._symbols.read(registers, symbols)
@@ -75,7 +78,7 @@ class Program:
         ]
 
 
-def _store(results: Sequence[Any], indices: Sequence[int], registers: Registers) -> None:
+def _store(results: Outputs, indices: Sequence[int], registers: list[Any]) -> None:
     """Stores results. A function of its own leaves no other reference to them."""
     for index, result in zip(indices, results, strict=True):
         registers[index] = result

@@ -28,20 +28,20 @@ def is_own(node: fx.Node, runner: Runner) -> bool:
     return (runner is Runner.PYTORCH and makes_memory(node)) or node.target in PRODUCTS
 
 
-def dying_operands(
-    nodes: Sequence[fx.Node], wanted: Sequence[fx.Node], spent: Collection[fx.Node] = ()
+def reusable_operands(
+    nodes: Sequence[fx.Node], wanted: Sequence[fx.Node], dead_inputs: Collection[fx.Node] = ()
 ) -> dict[fx.Node, fx.Node]:
     """Returns the operand that the result may be written over, for elementwise nodes of a segment.
 
-    1. The segment made the operand's memory, or the operand is a `spent` input: nobody uses its memory afterwards.
+    1. The segment made the operand's memory, or the operand is one of `dead_inputs`.
     2. The node is the last to read the operand or any view of it.
     """
-    order = dict.fromkeys(spent, -1) | {node: position for position, node in enumerate(nodes)}
+    order = dict.fromkeys(dead_inputs, -1) | {node: position for position, node in enumerate(nodes)}
     kept = set(wanted)
     found: dict[fx.Node, fx.Node] = {}
     for node in nodes:
-        dying = (operand for operand in replaceable(node) if _dies(operand, node, order, kept))
-        if (operand := next(dying, None)) is not None:
+        reusable = (operand for operand in replaceable(node) if _dies(operand, node, order, kept))
+        if (operand := next(reusable, None)) is not None:
             found[node] = operand
     return found
 

@@ -6,14 +6,13 @@ import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count, islice
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import Target
 
-from ort_accel.executor.program import Symbols
-from ort_accel.executor.reuse_operands import dying_operands, write_over
+from ort_accel.executor.program import Inputs, Outputs, Symbols
+from ort_accel.executor.reuse_operands import reusable_operands, write_over
 from ort_accel.graph.nodes import depends_on_data, is_size
 from ort_accel.graph.symbolic_sizes import SizeFunction, expression, hinted_bytes
 from ort_accel.kernels import index_add
@@ -54,23 +53,23 @@ class PyTorchSegment:
         wanted: Sequence[fx.Node],
         owner: fx.GraphModule,
         pooled: bool = False,
-        spent: Collection[fx.Node] | None = None,
-        better: Mapping[fx.Node, Callable[..., Any]] = MappingProxyType({}),
+        dead_inputs: Collection[fx.Node] | None = None,
+        node_replacements: Mapping[fx.Node, Callable[..., object]] = MappingProxyType({}),
     ) -> None:
         """Generates the code of the segment.
 
-        `pooled` allows large results in ONNX Runtime's memory. `better` has functions to call in place of single nodes.
-        `spent` has the inputs whose memory nobody needs afterwards. Results are written over those inputs and over
-        values of the segment that nobody else reads; with None, over nothing.
+        `pooled` allows large results in ONNX Runtime's memory. `node_replacements` has functions that replace nodes.
+        Results are written over `dead_inputs`, whose memory nobody needs afterwards, and over dead values of the
+        segment; with None, over nothing.
         """
         self.inputs = [node for node in body.inputs if not is_size(node)]
         sizes = [node for node in body.inputs if is_size(node)]
-        replaced = {} if spent is None else dying_operands(body.nodes, wanted, spent)
-        taken = replaced.keys() | better.keys()
+        replaced = {} if dead_inputs is None else reusable_operands(body.nodes, wanted, dead_inputs)
+        taken = replaced.keys() | node_replacements.keys()
         buffered = [node for node in body.nodes if node not in taken and _has_output_buffer(node, pooled)]
         buffer_sizes = [size for node in buffered for size in node.meta["val"].shape]
         self._size_values = SizeFunction(map(expression, [*(node.meta["val"] for node in sizes), *buffer_sizes]))
-        replacements = REPLACEMENTS | POOLED if pooled else REPLACEMENTS
+        target_replacements = REPLACEMENTS | POOLED if pooled else REPLACEMENTS
         graph = fx.Graph()
         given = graph.placeholder("given")
         takes = (graph.call_function(operator.getitem, (given, position)) for position in count())
@@ -79,7 +78,7 @@ class PyTorchSegment:
         graph.call_method("clear", (given,))
         for node in body.nodes:
             copy = graph.node_copy(node, copies.__getitem__)
-            copy.target = better.get(node) or replacements.get(copy.target, copy.target)
+            copy.target = node_replacements.get(node) or target_replacements.get(copy.target, copy.target)
             if node in replaced:
                 write_over(copy, copies[replaced[node]])
             elif node in shapes:
@@ -89,14 +88,14 @@ class PyTorchSegment:
         graph.output([copies[node] for node in wanted])
         self._module = fx.GraphModule(owner, graph)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"inputs": []}
 
-    def __call__(self, tensors: list[Any], symbols: Symbols) -> Sequence[Any]:
+    def __call__(self, tensors: Inputs, symbols: Symbols) -> Outputs:
         """Runs with these inputs, and empties their list so that a tensor's memory is free after its last use."""
         given = [*tensors, *self._size_values(symbols)]
         tensors.clear()
-        results: Sequence[Any] = self._module(given)
+        results: Outputs = self._module(given)
         return results
 
 

@@ -206,7 +206,7 @@ def size_arguments(graph: fx.Graph, node: fx.Node, shape: Sequence[Any]) -> list
     return sizes
 
 
-def packet(node: fx.Node) -> object:
+def packet(node: fx.Node) -> Any:
     """Returns the operator without its overload; None if the node calls none."""
     return getattr(node.target, "overloadpacket", None)
 

@@ -1,7 +1,6 @@
-"""Which powers are a few short operations, and which need a logarithm.
+"""Tells powers that are a few products and quotients from powers that need a logarithm.
 
-PyTorch computes those of a list of exponents by multiplying and dividing, and so do we. For all others, ONNX Runtime's
-kernel calls the C library number by number, where PyTorch's computes as many at once as a register holds.
+For the latter, ONNX Runtime's kernel calls the C library number by number, and PyTorch's kernel is vectorized.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from torch import fx
 aten = torch.ops.aten
 
 SHORT = (1, 2, 3, -1, -2, 0.5, -0.5)
-"""Exponents, for which `pow_scalar` (`ops/arithmetic.py`) writes no kernel of powers in single precision."""
+"""Exponents for which `pow_scalar` (`ops/arithmetic.py`) emits no `Pow` in single precision."""
 
 _POWERS = {aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar}
 
 
 def is_long_power(node: fx.Node) -> bool:
-    """Whether a node raises to a power that is none of the short ones."""
+    """True if a node raises to a power that needs a logarithm."""
     if node.target not in _POWERS:
         return False
     exponent: Any = node.args[1]

@@ -66,19 +66,19 @@ LARGE = torch.randn(1024, 256), torch.randn(256, 256) / 16
 SMALL = torch.randn(16, 256), torch.randn(256, 256) / 16
 
 
-def test_what_pytorch_runs_faster_runs_there():
+def test_nodes_that_pytorch_runs_faster_run_there():
     lowered = Lowered(layers, *LARGE, gelu=(4.0, 1.0), mm=(0.01, 0.02))
     assert lowered.in_pytorch() == {"gelu"}
     [fallback] = lowered.report.fallbacks
     assert (fallback.count, fallback.detail) == (4, "about 0.25 ms in PyTorch, 1 ms in ONNX Runtime")
 
 
-def test_what_is_about_as_fast_stays():
+def test_nodes_that_are_about_as_fast_stay():
     assert Lowered(layers, *LARGE, gelu=(1.0, 0.95), mm=(1.0, 0.95)).in_pytorch() == set()
     assert Lowered(layers, *LARGE, gelu=(1.0, 3.0), mm=(1.0, 3.0)).in_pytorch() == set()
 
 
-def test_products_that_take_as_long_go_where_other_work_goes():
+def test_equally_fast_products_go_where_other_nodes_go():
     lowered = Lowered(layers, *LARGE, gelu=(4.0, 1.0), mm=(0.01, 0.0105))
     assert lowered.in_pytorch() == {"gelu", "mm"}
     details = {item.op: item.detail for item in lowered.report.fallbacks}
@@ -87,11 +87,11 @@ def test_products_that_take_as_long_go_where_other_work_goes():
     assert Lowered(layers, *LARGE, gelu=(4.0, 1.0), mm=(0.01, 0.012)).in_pytorch() == {"gelu"}
 
 
-def test_a_gain_that_handing_over_eats_up_is_none():
+def test_a_gain_smaller_than_the_handover_moves_nothing():
     assert Lowered(layers, *LARGE, price=1.0, gelu=(4.0, 1.0), mm=(0.001, 0.1)).in_pytorch() == set()
 
 
-def test_what_lies_between_moves_too_and_is_not_called_slower():
+def test_nodes_between_moved_ones_move_and_are_not_called_slower():
     lowered = Lowered(layers, *LARGE, price=0.2e-3, gelu=(1.0, 1.0), mm=(1.0, 0.1))
     assert lowered.in_pytorch() == {"mm"}
     assert lowered.in_pytorch(Reason.SMALL) == {"gelu"}
@@ -161,7 +161,7 @@ def test_it_does_not_matter_what_new_tensors_are_by_default():
     assert 0 < found.pytorch < 1
 
 
-def test_changing_hands_takes_as_long_as_onnxruntime_by_itself_at_least():
+def test_a_handover_costs_at_least_what_onnxruntime_takes_alone():
     quiet = {handover_cost.WORK: 1.0, handover_cost.BOTH: 1.5, handover_cost.ORT: 0.1, handover_cost.PYTORCH: 0.01}
     assert handover_cost.Handover.of(quiet).price == 0.25
     assert handover_cost.Handover.of(quiet | {handover_cost.WORK: 2.0}).price == 0.05
@@ -200,13 +200,13 @@ def test_steps_equal_eagers_wherever_they_run(placement):
     [{"engine": {"deterministic": True}}, {"memory": {"level": 1}}, {"memory": {"early_gradient_release": True}}],
     ids=str,
 )
-def test_where_bits_must_not_differ_nothing_is_measured(wish):
+def test_nothing_is_measured_where_bits_must_not_differ(wish):
     _, ours = pair(nn.Linear(4, 4), wish)
     ours(torch.randn(2, 4))
     assert "other machines" in ort_accel.report(ours).features["compute.placement"].effect
 
 
-def test_what_stands_between_16_bit_products_goes_to_pytorch_with_them():
+def test_nodes_between_16_bit_products_go_to_pytorch_with_them():
     halves = [item.bfloat16() for item in LARGE]
 
     def between(x, y):

@@ -61,7 +61,7 @@ def test_rows_without_attention_are_the_first_ones():
     assert places.tolist() == [0, 1, -1, -1, -1]
 
 
-def test_what_says_nothing_of_rows_is_small_numbers_of_the_same_form():
+def test_other_inputs_are_small_numbers_of_the_same_shape_and_dtype():
     flags = torch.zeros(2, dtype=torch.bool)
     _, nodes = graph_of(matrix=torch.empty(3, 4).t(), numbers=numbers(3), flags=flags, size=7)
     matrix, integers, flags, size = synthetic_inputs(list(nodes.values()))

@@ -96,7 +96,7 @@ def test_measuring_leaves_no_memory_behind_not_even_in_cycles():
         gc.enable()
 
 
-def test_a_small_one_is_not():
+def test_a_small_product_is_not_timed():
     assert Products(MACHINE, Report())._times(node_of(*fakes((64, 64), (64, 64)))) is None
 
 
@@ -111,7 +111,7 @@ def test_equal_products_are_timed_once(monkeypatch):
 
 
 @pytest.mark.parametrize("shapes", [((2048, 768), (768, 50257)), ((4096, 4096), (4096, 4096))], ids=str)
-def test_of_a_huge_product_a_part_is_timed(shapes):
+def test_a_part_of_a_huge_product_is_timed(shapes):
     operands = time_matmuls._operands(node_of(*fakes(*shapes)))
     made = node_of(*operands)
     assert MAX_TIMED_FLOPS / 8 < flops(made) <= MAX_TIMED_FLOPS
@@ -125,7 +125,7 @@ def test_the_part_lies_in_memory_as_the_product_does():
     assert one.shape[1] == other.shape[0]
 
 
-def test_a_library_that_gives_something_else_is_left_alone(monkeypatch):
+def test_a_library_with_another_result_is_not_used(monkeypatch):
     monkeypatch.setattr(time_matmuls, "_KNOWN", {})
     monkeypatch.setattr(time_matmuls, "product", lambda *operands: aten.mm.default(*operands) * 1.01)
     found = Products(MACHINE, Report())._times(node_of(*fakes((1024, 512), (512, 256))))
@@ -188,7 +188,7 @@ def test_products_in_pytorch_are_onednns_and_right(known, monkeypatch):
     assert report.counters["products by oneDNN, where sizes come again"] == 3
 
 
-def test_what_onnx_runtime_multiplies_faster_stays_there(known):
+def test_products_that_onnx_runtime_runs_faster_stay_there(known):
     known.update(ort=1.0, pytorch=3.0, onednn=2.0)
     _, report = lowered(lambda x, y: x.mm(y), torch.randn(1024, 512), torch.randn(512, 512))
     assert report.fallbacks == []
@@ -236,7 +236,7 @@ def test_onednn_takes_over_from_onnx_runtime_for_sizes_that_come_again(known, ta
     assert multiplied > 0
 
 
-def test_what_onnx_runtime_multiplies_faster_is_not_taken_over(known, taken_over):
+def test_onednn_does_not_take_over_faster_products_of_onnx_runtime(known, taken_over):
     known.update(ort=1.0, pytorch=5.0, onednn=2.0)
     eager, ours = pair(Wide().train(), {"engine": {"dynamic_shapes": True}})
     for step in range(AGAIN + 1):

@@ -49,13 +49,13 @@ def waiting(x, weight):
     return (given @ weight) * given.cos().exp().tanh() + given
 
 
-def test_what_is_large_is_made_right_before_it_is_read():
+def test_a_large_value_is_computed_right_before_its_reader():
     before, after = cuts_of(waiting, X, WEIGHT)
     assert before == [["tanh", "cos"], ["mm", "exp"], ["tanh_1"], ["mul", "add"]]
     assert after == [["tanh", "cos"], ["exp"], ["tanh_1"], ["mm"], ["mul"], ["add"]]
 
 
-def test_what_would_be_kept_longer_for_it_does_not_wait():
+def test_a_value_whose_inputs_would_live_longer_does_not_wait():
     def not_read_later(x, weight):
         given = x.tanh()
         return (given @ weight) * given.cos().exp().tanh()
@@ -64,7 +64,7 @@ def test_what_would_be_kept_longer_for_it_does_not_wait():
     assert before == after == [["tanh", "cos"], ["mm", "exp"], ["tanh_1"], ["mul"]]
 
 
-def test_nothing_waits_past_a_write():
+def test_no_value_waits_past_a_write():
     def written(x, weight):
         given = x.tanh()
         early, again = given @ weight, given.cos().exp()
@@ -76,12 +76,12 @@ def test_nothing_waits_past_a_write():
 
 
 @pytest.mark.parametrize(("inputs", "is_again"), [((SMALL, SMALL), True), ((X, WEIGHT), False)], ids=["small", "kept"])
-def test_nothing_else_is_kept_apart(inputs, is_again):
+def test_small_values_and_graphs_without_recomputation_stay(inputs, is_again):
     before, after = cuts_of(waiting, *inputs, is_again=is_again)
     assert before == after
 
 
-def test_what_is_read_at_the_end_of_a_segment_leaves_it():
+def test_a_value_read_at_the_end_of_a_segment_leaves_it():
     """As what was computed again, and the gradient of a weight that reads it."""
 
     def read_at_the_end(x, weight):
