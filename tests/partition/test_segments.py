@@ -10,9 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ort_accel.graph.nodes import is_view
 from ort_accel.kernels import bit_mask  # noqa: F401 -- the operators that a test calls
 from ort_accel.partition.assign import Refusal
-from ort_accel.partition.merge_small_segments import MOST_ELEMENTS, merge_small_segments
 from ort_accel.partition.placement import by_rule, place
-from ort_accel.partition.segments import Cut, body_of, cut
+from ort_accel.partition.segments import body_of, cut
 from ort_accel.reporting import Reason, Runner
 
 aten = torch.ops.aten
@@ -219,33 +218,3 @@ def test_a_mask_that_is_computed_last_is_packed_behind_it():
     *_, before, last = runs(graph, in_pytorch)
     assert aten.mul.Tensor in before[1]
     assert last == (Runner.PYTORCH, [torch.ops.ort_accel.to_bits.default])
-
-
-def cuts_around(elements: int, op) -> list[Cut]:
-    """PyTorch, ONNX Runtime, PyTorch."""
-    graph = graph_of(lambda x: op(x.sin()).cos(), torch.ones(elements, 1))
-    decide = only(aten.sin.default, aten.cos.default)
-    return cut(graph, assign(graph, decide))
-
-
-def test_a_small_segment_goes_to_its_neighbours():
-    merged, given_up = merge_small_segments(cuts_around(16, torch.exp))
-    assert [item.runner for item in merged] == [Runner.PYTORCH]
-    assert [node.target for node in given_up] == [aten.exp.default]
-
-
-def test_a_large_segment_is_kept():
-    merged, given_up = merge_small_segments(cuts_around(MOST_ELEMENTS, torch.exp))
-    assert [item.runner for item in merged] == [Runner.PYTORCH, Runner.ORT, Runner.PYTORCH]
-    assert not given_up
-
-
-def test_a_segment_with_a_product_is_kept():
-    merged, _ = merge_small_segments(cuts_around(16, lambda x: x.mm(x.t())))
-    assert Runner.ORT in {item.runner for item in merged}
-
-
-def test_a_segment_at_either_end_is_kept():
-    graph = graph_of(lambda x: x.exp().sin().exp(), torch.ones(4))
-    merged, _ = merge_small_segments(cut(graph, assign(graph, only(aten.sin.default))))
-    assert [item.runner for item in merged] == [Runner.ORT, Runner.PYTORCH, Runner.ORT]
