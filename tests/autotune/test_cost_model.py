@@ -1,4 +1,4 @@
-"""Untuned graphs are divided by what a call of each operator took on this machine."""
+"""Untuned graphs are divided by the time of a call of each operator on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs that are made up to measure with are as a batch could have them."""
+"""Synthetic inputs could come from a batch."""
 
 from __future__ import annotations
 

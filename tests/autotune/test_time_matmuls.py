@@ -216,7 +216,7 @@ def test_steps_are_eagers_before_and_behind_the_change_to_onednn(known, dynamic)
 
 @pytest.fixture
 def taken_over(monkeypatch):
-    """What oneDNN multiplies in place of ONNX Runtime."""
+    """The products that oneDNN multiplies in place of ONNX Runtime."""
     asked = []
     product = time_matmuls.product
     monkeypatch.setattr(time_matmuls, "product", lambda *operands: asked.append(operands) or product(*operands))

@@ -1,4 +1,4 @@
-"""Who runs what is chosen by the figures, said with the figures, and found again in a file."""
+"""The tuner divides by measurements, reports them, and finds them again in a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ort_accel.runtime.sessions import Sessions
 OPSET = 20
 SETTINGS = SessionSettings(threads=1)
 HANDOVER = {handover_cost.WORK: 0.0, handover_cost.BOTH: 0.2, handover_cost.ORT: 0.0, handover_cost.PYTORCH: 0.0}
-"""Changing hands once takes 0.1 s."""
+"""One handover takes 0.1 s."""
 
 
 class RunsOfAKind(dict):

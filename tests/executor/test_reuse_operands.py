@@ -1,4 +1,4 @@
-"""Results of PyTorch's operators take the place of operands that nobody needs any more, and of no others."""
+"""Results of PyTorch's operators are written over dead operands, and over no others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ KEPT: dict[str, Function] = {
 
 
 def segment(function: Function) -> tuple[PyTorchSegment, dict[fx.Node, fx.Node]]:
-    """A function as a segment, and what is replaced in it."""
+    """Returns a function as a segment, and the operands that results are written over."""
     module = make_fx(function, tracing_mode="fake")(*inputs())
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
     wanted = list(module.graph.output_node().args[0])
@@ -69,7 +69,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def check(function: Function) -> list[str]:
-    """What it gives is what it gave, and its inputs are left alone; returns what writes into an operand."""
+    """Checks results and inputs of a segment. Returns the operators that write into an operand."""
     run, replaced = segment(function)
     for _ in range(2):
         given = inputs()

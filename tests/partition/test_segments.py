@@ -31,7 +31,7 @@ def assign(graph, decide):
 
 
 def runs(graph: fx.Graph, decide):
-    """Who runs which operators, in order."""
+    """Returns who runs which operators, in order."""
     return [(item.runner, [node.target for node in item.nodes]) for item in cut(graph, assign(graph, decide))]
 
 
@@ -119,11 +119,11 @@ def test_a_write_keeps_its_place_among_reads():
 
 
 LARGE = 1 << 18
-"""Elements; those of a mask take more than what is of no account."""
+"""Elements; a mask of so many is larger than `NEGLIGIBLE_BYTES`."""
 
 
 def test_independent_nodes_run_in_the_segment_that_reads_them():
-    """As the factors that masks of dropout become in a backward."""
+    """A backward computes such factors from dropout masks."""
 
     def masked(x, mask):
         return x.sin().cos() * (mask.float() * 2)
