@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from operator import getitem
 
 import torch
@@ -19,11 +19,10 @@ from torch.utils._pytree import tree_map_only
 
 from ort_accel.autotune import handover_cost
 from ort_accel.autotune.node_kinds import kind_of
-from ort_accel.autotune.timer import Stopwatch, isolated, race
+from ort_accel.autotune.timer import Stopwatch, measured, race
 from ort_accel.graph.nodes import fakes_in
 from ort_accel.graph.symbolic_sizes import hinted_elements
 from ort_accel.operators.flops import flops
-from ort_accel.runtime.ort_pool import release_unused
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 
@@ -161,11 +160,8 @@ def amount_of(node: fx.Node) -> int:
 @cache
 def handover_of(machine: Machine) -> handover_cost.Handover | None:
     """Returns what a handover costs; None if it cannot be measured now."""
-    with isolated(machine.settings.place):
-        try:
-            seconds = handover_cost.measure(machine.opset, Sessions(machine.settings), Stopwatch())
-        except Exception:  # then nothing is known to be faster
-            return None
+    measure = partial(handover_cost.measure, machine.opset, Sessions(machine.settings), Stopwatch())
+    seconds = measured(machine.settings.place, measure)
     return handover_cost.Handover.of(seconds) if seconds else None
 
 
@@ -174,16 +170,13 @@ def _measured(machine: Machine, target: OpOverload) -> KernelTimes | None:
     handover = handover_of(machine)
     if handover is None:
         return None
-    with isolated(machine.settings.place):
-        try:
-            timed = [_timed(machine, handover, *call_of(target, arguments)) for arguments in CALLS[target]()]
-        except Exception:  # one side has no kernel for it
-            return None
-        finally:
-            release_unused()  # the pool holds the memory of the largest call
-    return KernelTimes(
-        sum(one.ort for one in timed), sum(one.pytorch for one in timed), sum(one.amount for one in timed)
-    )
+
+    def measure() -> KernelTimes:
+        timed = [_timed(machine, handover, *call_of(target, arguments)) for arguments in CALLS[target]()]
+        ort, pytorch = sum(one.ort for one in timed), sum(one.pytorch for one in timed)
+        return KernelTimes(ort, pytorch, sum(one.amount for one in timed))
+
+    return measured(machine.settings.place, measure)
 
 
 def _timed(machine: Machine, handover: handover_cost.Handover, module: fx.GraphModule, node: fx.Node) -> KernelTimes:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.fx.node import Target
 
 from ort_accel.autotune.throughput import Machine
-from ort_accel.autotune.timer import Runs, isolated, race
+from ort_accel.autotune.timer import Runs, measured, race
 from ort_accel.errors import first_line
 from ort_accel.graph.symbolic_sizes import hint
 from ort_accel.kernels import attention_packed, attention_slim
@@ -25,7 +25,6 @@ from ort_accel.kernels.attention_matmul import AttentionProducts
 from ort_accel.kernels.attention_precision import BACKWARD, FORWARD
 from ort_accel.kernels.packed_rows import own
 from ort_accel.reporting import Report
-from ort_accel.runtime.ort_pool import release_unused
 from ort_accel.runtime.picklable_closures import made_by
 from ort_accel.runtime.sessions import Sessions
 
@@ -171,13 +170,9 @@ def _measured(machine: Machine, length: int, width: int) -> AttentionBySize | No
     """Returns kernels that use products from the number of pairs on that pays; None if none does."""
     products = AttentionProducts(Sessions(machine.settings))
     sizes = (FEW_SEQUENCES, FEW_TOKENS), (max(1, MANY_PAIRS // (HEADS * length**2)), length)
-    with isolated(machine.settings.place):
-        try:
-            times = [race(_runs(products, *size, width)) for size in sizes]
-        except Exception:  # then nothing is known to be faster
-            return None
-        finally:
-            release_unused()
+    times = measured(machine.settings.place, lambda: [race(_runs(products, *size, width)) for size in sizes])
+    if times is None:
+        return None
     pairs = [samples * HEADS * tokens**2 for samples, tokens in sizes]
     saved = [(1 - MIN_SHARE_SAVED) * seconds["pytorch"] - seconds["products"] for seconds in times]
     min_pairs = _min_pairs(pairs, saved)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from ort_accel.autotune.handover_cost import Handover
 from ort_accel.autotune.node_kinds import kind_of
 from ort_accel.autotune.throughput import KernelTimes, Machine, call_of, handover_of
-from ort_accel.autotune.timer import isolated, race
+from ort_accel.autotune.timer import measured, race
 from ort_accel.graph.symbolic_sizes import expression, hint
 from ort_accel.kernels.onednn_matmul import PRODUCTS, can_multiply, product, product_of_known_sizes
 from ort_accel.operators.flops import flops
 from ort_accel.reporting import Report
-from ort_accel.runtime.ort_pool import release_unused
 from ort_accel.runtime.sessions import Sessions
 
 LARGE_FLOPS = 1 << 28
@@ -115,21 +115,17 @@ _KNOWN: dict[tuple[Machine, str], MatmulTimes | None] = {}
 
 def _measured(machine: Machine, node: fx.Node) -> MatmulTimes | None:
     handover = handover_of(machine)
-    if handover is None:
-        return None
-    with isolated(machine.settings.place):
-        try:
-            operands = _operands(node)
-            assert isinstance(node.target, OpOverload)
-            module, call = call_of(node.target, operands)
-            runs = dict(kind_of(call, set(), call).runs(module, machine.opset, Sessions(machine.settings), {}))
-            if can_multiply(node) and _agree(node.target(*operands), product(*operands)):
-                runs[ONEDNN] = partial(product, *operands)
-            seconds = race(runs, ROUNDS, in_a_row=1 if flops(call) > LONG_FLOPS else 2)
-        except Exception:  # then nothing is known to be faster
-            return None
-        finally:
-            release_unused()
+    return None if handover is None else measured(machine.settings.place, lambda: _race(machine, handover, node))
+
+
+def _race(machine: Machine, handover: Handover, node: fx.Node) -> MatmulTimes:
+    assert isinstance(node.target, OpOverload)
+    operands = _operands(node)
+    module, call = call_of(node.target, operands)
+    runs = dict(kind_of(call, set(), call).runs(module, machine.opset, Sessions(machine.settings), {}))
+    if can_multiply(node) and _agree(node.target(*operands), product(*operands)):
+        runs[ONEDNN] = partial(product, *operands)
+    seconds = race(runs, ROUNDS, in_a_row=1 if flops(call) > LONG_FLOPS else 2)
     costs = handover.without_start(seconds)
     return MatmulTimes(costs.ort, costs.pytorch, seconds.get(ONEDNN), flops(call))
 

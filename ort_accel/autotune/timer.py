@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypedDict, TypeGuard
+from typing import TypedDict, TypeGuard, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -19,7 +19,10 @@ from ort_accel.files import write_aside
 from ort_accel.reporting import Report
 from ort_accel.runtime.device import Place
 from ort_accel.runtime.installed_ort import Flavor
+from ort_accel.runtime.ort_pool import release_unused
 from ort_accel.runtime.session import SessionSettings
+
+MeasurementT = TypeVar("MeasurementT")
 
 Seconds = dict[str, float]
 
@@ -101,6 +104,17 @@ def isolated(place: Place) -> Iterator[None]:
         torch.random.fork_rng(devices=[place.index] if place.is_cuda else []),
     ):
         yield
+
+
+def measured(place: Place, measure: Callable[[], MeasurementT]) -> MeasurementT | None:
+    """Measures in isolation. Returns None if that fails, as it does where one side has no kernel."""
+    with isolated(place):
+        try:
+            return measure()
+        except Exception:
+            return None
+        finally:
+            release_unused()  # the pool holds the memory of the largest call
 
 
 class Results:

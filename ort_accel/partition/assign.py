@@ -139,7 +139,7 @@ class Assigner:
 
     def _trial(self, node: fx.Node) -> Refusal | None:
         """Refuses a node whose model of one operator ONNX Runtime cannot load."""
-        key = (node.target, str(operands(node, lambda item: _kind(item.meta["val"]))), str(_kinds(node.meta["val"])))
+        key = (node.target, str(operands(node, lambda item: _kind(item.meta["val"]))), str(_kind(node.meta["val"])))
         if key not in self._tried:
             self._tried[key] = self._try(node)
         return self._tried[key]
@@ -186,15 +186,11 @@ def _not_an_operator(node: fx.Node) -> Refusal | None:
     return None
 
 
-def _kind(fake: object) -> object:
-    """Returns what a lowering may decide by: the dtype, and the sizes that are fixed."""
-    if not isinstance(fake, torch.Tensor):
-        return fake
-    return (fake.dtype, tuple(size if isinstance(size, int) else "n" for size in fake.shape))
-
-
-def _kinds(value: object) -> object:
-    return tuple(map(_kind, value)) if isinstance(value, tuple | list) else _kind(value)
+def _kind(value: object) -> object:
+    """Returns what a lowering may decide by: the dtypes, and the sizes that are fixed."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, tuple(size if isinstance(size, int) else "n" for size in value.shape))
+    return tuple(map(_kind, value)) if isinstance(value, tuple | list) else value
 
 
 def short(error: Exception) -> str:

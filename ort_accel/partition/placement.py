@@ -2,11 +2,11 @@
 
 ONNX Runtime runs every node that no decision gives to PyTorch. A later decision never takes a node back from PyTorch.
 
-1. Rules for single nodes (`assign.py`): numbers that depend on data, the user's wishes, random draws, operators and
-   dtypes without a lowering, the list of slow operators, and a trial model of the node alone.
-2. The estimate of the whole graph by the speed of this machine (`autotune/cost_model.py`), or instead of it
-3. the tuner (`autotune/tuner.py`), which times kinds of nodes, and then whole graphs.
-4. Segments too small for a handover (`merge_small_segments`), once the graph is cut.
+1. Rules for single nodes (`assign.py`): data-dependent values, the user's wishes, random draws, missing lowerings, the
+   list of slow operators, a trial model of the node alone.
+2. The estimator (`autotune/cost_model.py`) divides the whole graph by the speed of this machine.
+3. The tuner (`autotune/tuner.py`), where it is on, times kinds of nodes and then whole graphs instead.
+4. Segments too small for a handover go to PyTorch (`merge_small_segments`), once the graph is cut.
 
 The price of a handover has one source, `autotune/handover_cost.py`, and all times come from `autotune/timer.py`.
 """
