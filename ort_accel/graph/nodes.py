@@ -206,16 +206,6 @@ def size_arguments(graph: fx.Graph, node: fx.Node, shape: Sequence[Any]) -> list
     return sizes
 
 
-def packet(node: fx.Node) -> Any:
-    """Returns the operator without its overload; None if the node calls none."""
-    return getattr(node.target, "overloadpacket", None)
-
-
-def inputs_of(node: fx.Node) -> Iterator[fx.Node]:
-    """Returns the tensors that a node reads, without sizes."""
-    return (item for item in node.all_input_nodes if not is_size(item))
-
-
 def is_returned(node: fx.Node) -> bool:
     """Whether a graph returns what this node makes."""
     return any(user.op == "output" for user in node.users)

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from ort_accel.graph.nodes import fakes_in, packet
+from ort_accel.graph.nodes import fakes_in
 from ort_accel.recompute.joint_graph import is_lasting
+from ort_accel.recompute.onnx_names import packet
 from ort_accel.recompute.plans import Option, Place
 from ort_accel.reporting import PlanKind
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ort_accel.graph.nodes import inputs_of
-from ort_accel.recompute.joint_graph import can_be_repeated, forward_nodes, is_lasting, owner, whole
+from ort_accel.recompute.joint_graph import can_be_repeated, forward_nodes, inputs_of, is_lasting, owner, whole
 
 MARK, REGION = "recompute", "ac_graph_id"
 AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ort_accel.graph.nodes import fakes_in, is_part, is_view, packet
+from ort_accel.graph.nodes import fakes_in, is_part, is_view
 from ort_accel.graph.symbolic_sizes import hinted_bytes
 from ort_accel.operators.flops import flops
+from ort_accel.recompute.onnx_names import packet
 
 aten = torch.ops.aten
 

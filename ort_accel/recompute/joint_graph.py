@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import reduce
 from operator import mul
 from typing import Any
@@ -83,3 +84,8 @@ def bytes_of(fake: torch.Tensor) -> Bytes:
     """The bytes of a tensor, as an expression where its sizes can change."""
     sizes = [expression(size) for size in fake.shape]
     return reduce(mul, sizes, fake.element_size())
+
+
+def inputs_of(node: fx.Node) -> Iterator[fx.Node]:
+    """The tensors that a node reads."""
+    return (item for item in node.all_input_nodes if not is_size(item))

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_accel.graph.nodes import inputs_of, is_part, is_view, packet
+from ort_accel.graph.nodes import is_part, is_view
 from ort_accel.kernels.packed_rows import own
-from ort_accel.recompute.joint_graph import can_be_repeated
+from ort_accel.recompute.joint_graph import can_be_repeated, inputs_of
 
 aten = torch.ops.aten
 
@@ -93,6 +93,11 @@ BASIC = {*NAMES, *UNNAMED, aten.constant_pad_nd, aten.roll, aten.flip} - ADVANCE
 """What moves, compares or makes data; with all that ATen calls pointwise, these are what any search repeats."""
 
 GELUS = {aten.gelu}
+
+
+def packet(node: fx.Node) -> Any:
+    """The operator without its overload."""
+    return getattr(node.target, "overloadpacket", None)
 
 
 def may_repeat(node: fx.Node, advanced: bool) -> bool:

@@ -25,7 +25,7 @@ from torch import fx
 from ort_accel.executor.ort_segment import lie_in_pool
 from ort_accel.executor.reuse_operands import is_own, replaceable
 from ort_accel.executor.torch_segment import lies_in_pool
-from ort_accel.graph.nodes import bytes_made, inputs_of, is_part, is_view, packet, returned, tensors_of, writes
+from ort_accel.graph.nodes import bytes_made, is_part, is_size, is_view, returned, tensors_of, writes
 from ort_accel.kernels.bit_mask import own as bits
 from ort_accel.kernels.host_copies import is_on_host, own
 from ort_accel.partition.segments import Cut
@@ -209,18 +209,18 @@ class _Half:
         made = {item.name: cut for cut in cuts for node in cut.nodes for item in _made(node)}
         self._own = {node.name for cut in cuts for node in cut.nodes if is_own(node, cut.runner)}
         self._last = {name: made[name] for name in self._leaving if name in made}
-        self._last |= {self.memory(item): cut for cut in cuts for node in cut.nodes for item in inputs_of(node)}
+        self._last |= {self.memory(item): cut for cut in cuts for node in cut.nodes for item in _read(node)}
         pools.drop([name for name in pools if self._is_over(name)])
         uses, position = self._uses(cuts), count()
         for cut in cuts:
-            reader = {self.memory(item): node for node in cut.nodes for item in inputs_of(node)}
+            reader = {self.memory(item): node for node in cut.nodes for item in _read(node)}
             given = set(pools) if cut.runner is Runner.ORT else set()
             in_pytorch = self._in_pytorch(cut)
             highest = _stage(phase, pools)
             most = self._counted(pools)
             for node in cut.nodes:
                 pools.is_used = partial(_is_used, uses, next(position))
-                read = dict.fromkeys(map(self.memory, inputs_of(node)))
+                read = dict.fromkeys(map(self.memory, _read(node)))
                 over = [name for name in read if self._is_over(name, cut) and name not in given]
                 over = [name for name in over if reader[name] is node]
                 borrowed = self._compute(node, cut, over, in_pytorch, pools)
@@ -238,7 +238,7 @@ class _Half:
         """The positions of the first and the last operator that makes or reads each value."""
         found: dict[str, tuple[int, int]] = {}
         for position, node in enumerate(node for cut in cuts for node in cut.nodes):
-            values = [] if is_view(node) or is_part(node) else [*_made(node), *inputs_of(node)]
+            values = [] if is_view(node) or is_part(node) else [*_made(node), *_read(node)]
             found |= {name: (found.get(name, (position,))[0], position) for name in map(self.memory, values)}
         return found
 
@@ -277,7 +277,7 @@ class _Half:
         if cut.runner is Runner.PYTORCH:
             names = (self.memory(operand) for operand in replaceable(node))
             return next((name for name in names if name in over and name in self._own), None)
-        if packet(node) not in IN_PLACE or not self._is_inner(node.name, cut):
+        if _packet(node) not in IN_PLACE or not self._is_inner(node.name, cut):
             return None
         return next((name for name in over if pools.size_in_ort(name) == bytes_made(node)), None)
 
@@ -298,6 +298,14 @@ def _is_used(uses: Mapping[str, tuple[int, int]], position: int, name: str) -> b
 
 def _stage(phase: str, pools: Pools) -> Stage:
     return Stage(phase, pools.live, pools.in_ort, pools.held)
+
+
+def _packet(node: fx.Node) -> object:
+    return getattr(node.target, "overloadpacket", None)
+
+
+def _read(node: fx.Node) -> Iterable[fx.Node]:
+    return (item for item in node.all_input_nodes if not is_size(item))
 
 
 def _made(node: fx.Node) -> list[fx.Node]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_accel.graph.nodes import bytes_made, packet
+from ort_accel.graph.nodes import bytes_made
 from ort_accel.graph.symbolic_sizes import hint, hinted_elements
 from ort_accel.kernels.attention_packed import pairs_at_once
 from ort_accel.kernels.attention_slim import LEAN
@@ -53,7 +53,7 @@ _RESULTS = {
 def scratch(node: fx.Node, runner: Runner) -> Scratch:
     """What an operator takes for itself; of PyTorch's, all as one value."""
     if runner is Runner.ORT:
-        passing, beside = _RESULTS.get(packet(node), (0, 0))
+        passing, beside = _RESULTS.get(_packet(node), (0, 0))
         return Scratch((bytes_made(node),) * passing, (bytes_made(node),) * beside)
     taken = _taken(node)
     return Scratch(beside=(taken,)) if taken else Scratch()
@@ -61,17 +61,21 @@ def scratch(node: fx.Node, runner: Runner) -> Scratch:
 
 def _taken(node: fx.Node) -> int:
     """What a kernel of PyTorch's takes."""
-    operator = packet(node)
-    if operator is _FORWARD:
+    packet = _packet(node)
+    if packet is _FORWARD:
         query, key, value, *_, kept = _values(node)[:8]
         return _attention(query, key, value, kept)
-    if operator is _BACKWARD:
+    if packet is _BACKWARD:
         grad, query, key, value, *_, kept = _values(node)[:11]
         return _attention_backward(grad, query, key, value, kept)
-    if operator in LEAN:
+    if packet in LEAN:
         *_, allowed, _, _ = _values(node)
         return 0 if allowed is None else _wide(allowed)
     return 0
+
+
+def _packet(node: fx.Node) -> object:
+    return getattr(node.target, "overloadpacket", None)
 
 
 def _values(node: fx.Node) -> list[Any]:
