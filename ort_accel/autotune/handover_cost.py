@@ -1,4 +1,4 @@
-"""What it costs to change hands between PyTorch and ONNX Runtime, and to begin at all."""
+"""Measures what a handover between PyTorch and ONNX Runtime costs, and what starting a segment costs."""
 
 from __future__ import annotations
 
@@ -9,50 +9,60 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from ort_accel.autotune.timer import Runs, Seconds
+from ort_accel.autotune.min_cut import Costs
+from ort_accel.autotune.timer import Runs, Seconds, Stopwatch
 from ort_accel.lowering.onnx_graph import OnnxGraph
+from ort_accel.reporting import Runner
 from ort_accel.runtime.dlpack import to_ort
 from ort_accel.runtime.sessions import Sessions
 
-SUBJECT = "handing over"
-LARGE = 1 << 18
-"""Elements for which PyTorch uses all its threads, so that they have to be woken up."""
+THREADED_ELEMENTS = 1 << 18
+"""Elements for which PyTorch uses all its threads, so that a handover has to wake them up."""
 
 WORK, BOTH, ORT, PYTORCH = "PyTorch at work", "the same, then ONNX Runtime", "onnxruntime", "pytorch"
 
 
 @dataclass(frozen=True)
 class Handover:
-    """In seconds."""
+    """Costs in seconds."""
 
     price: float
-    """For changing hands once."""
+    """One change between the runtimes."""
     ort: float
-    """For any segment that ONNX Runtime runs, however little it does."""
+    """The start of a segment that ONNX Runtime runs, however little it does."""
     pytorch: float
     """The same for PyTorch."""
 
+    @classmethod
+    def of(cls, seconds: Seconds) -> Handover:
+        """Derives the costs from the times of `measure`. A way to ONNX Runtime and back is twice the price.
 
-def runs(opset: int, sessions: Sessions) -> Runs:
-    """What has to be timed."""
+        The way takes at least as long as ONNX Runtime alone: on a busy machine `WORK` can seem longer than `BOTH`.
+        """
+        there_and_back = max(seconds[ORT], seconds[BOTH] - seconds[WORK])
+        return cls(there_and_back / 2, seconds[ORT], seconds[PYTORCH])
+
+    def without_start(self, seconds: Seconds) -> Costs:
+        """Returns the times of a segment on either side without what starting it costs."""
+        ort, pytorch = seconds[Runner.ORT.value], seconds[Runner.PYTORCH.value]
+        return Costs(max(0.0, ort - self.ort), max(0.0, pytorch - self.pytorch))
+
+
+def measure(opset: int, sessions: Sessions, stopwatch: Stopwatch, share: float = 1.0) -> Seconds | None:
+    """Times both runtimes at almost no work. Returns None if the stopwatch has no time left."""
+    return stopwatch.race(_runs(opset, sessions), share=share, in_a_row=3)
+
+
+def _runs(opset: int, sessions: Sessions) -> Runs:
     device = sessions.settings.place.device
-    numbers, number = (torch.ones(size, dtype=torch.float32, device=device) for size in (LARGE, 1))
-    session, nothing = _session(opset, sessions, number), _pytorch()
+    numbers, number = (torch.ones(size, dtype=torch.float32, device=device) for size in (THREADED_ELEMENTS, 1))
+    session, module = _session(opset, sessions, number), _pytorch()
 
     def both() -> None:
         numbers.add(numbers)
         session()
 
-    return {WORK: lambda: numbers.add(numbers), BOTH: both, ORT: session, PYTORCH: lambda: nothing(number)}
-
-
-def handover(seconds: Seconds) -> Handover:
-    """What the times mean. Going to ONNX Runtime and back is twice the price.
-
-    It takes what ONNX Runtime takes by itself at the least: on a busy machine work alone can seem longer than both.
-    """
-    there_and_back = max(seconds[ORT], seconds[BOTH] - seconds[WORK])
-    return Handover(there_and_back / 2, seconds[ORT], seconds[PYTORCH])
+    return {WORK: lambda: numbers.add(numbers), BOTH: both, ORT: session, PYTORCH: lambda: module(number)}
 
 
 def _session(opset: int, sessions: Sessions, number: torch.Tensor) -> Callable[[], object]:
@@ -60,7 +70,7 @@ def _session(opset: int, sessions: Sessions, number: torch.Tensor) -> Callable[[
     result = graph.op("Neg", graph.input("given", number))
     result.name = "result"
     content = ir.to_proto(graph.model([result], "handover")).SerializeToString()
-    session = sessions.create(content, ["given"], ["result"], SUBJECT)
+    session = sessions.create(content, ["given"], ["result"], "handing over")
     return lambda: session([to_ort(number)])
 
 

@@ -1,4 +1,4 @@
-"""The division of a graph that costs least, as a minimum cut."""
+"""Finds the division of a graph that costs least, as a minimum cut."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 SOURCE, SINK = "run by ONNX Runtime", "run by PyTorch"
+
+NodeT = TypeVar("NodeT", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What running a node takes on either side; infinity where that side cannot."""
+    """Seconds that a node takes on either side; infinity where that side cannot run it."""
 
     ort: float
     pytorch: float
 
 
-def cheapest(costs: Mapping[Any, Costs], readers: Mapping[Any, Iterable[Any]], price: float) -> set[Any]:
-    """The nodes that PyTorch should run, when handing a node's results to the other side costs `price`, once.
+def cheapest(costs: Mapping[NodeT, Costs], readers: Mapping[NodeT, Iterable[NodeT]], price: float) -> set[NodeT]:
+    """Returns the nodes that PyTorch should run, when handing a node's results to the other side costs `price`, once.
 
     `readers` names for each node the nodes that read its results.
     """
@@ -39,55 +41,55 @@ def cheapest(costs: Mapping[Any, Costs], readers: Mapping[Any, Iterable[Any]], p
 
 
 class _Network:
-    """Flow from SOURCE to SINK, by Dinic's algorithm."""
+    """A maximum flow from SOURCE to SINK, by Dinic's algorithm."""
 
     def __init__(self) -> None:
-        self._room: dict[Hashable, dict[Hashable, float]] = {SOURCE: {}, SINK: {}}
+        self._capacity: dict[Hashable, dict[Hashable, float]] = {SOURCE: {}, SINK: {}}
         self._level: dict[Hashable, int] = {}
 
     def connect(self, one: Hashable, other: Hashable, capacity: float) -> None:
-        self._room.setdefault(one, {})[other] = capacity
-        self._room.setdefault(other, {}).setdefault(one, 0.0)
+        self._capacity.setdefault(one, {})[other] = capacity
+        self._capacity.setdefault(other, {}).setdefault(one, 0.0)
 
     def reachable(self) -> set[Hashable]:
-        """What is still reached from SOURCE: its side of the cut."""
+        """Returns the vertices that SOURCE still reaches: its side of the cut."""
         self._level = {SOURCE: 0}
         pending = deque[Hashable]([SOURCE])
         while pending:
-            place = pending.popleft()
-            for following, room in self._room[place].items():
-                if room > 0 and following not in self._level:
-                    self._level[following] = self._level[place] + 1
+            vertex = pending.popleft()
+            for following, capacity in self._capacity[vertex].items():
+                if capacity > 0 and following not in self._level:
+                    self._level[following] = self._level[vertex] + 1
                     pending.append(following)
         return set(self._level)
 
     def saturate(self) -> None:
-        """Send as much as fits."""
+        """Sends as much flow as fits."""
         while SINK in self.reachable():
-            untried = {place: list(room) for place, room in self._room.items()}
+            untried = {vertex: list(edges) for vertex, edges in self._capacity.items()}
             while path := self._path(untried):
-                amount = min(self._room[one][other] for one, other in path)
+                amount = min(self._capacity[one][other] for one, other in path)
                 for one, other in path:
-                    self._room[one][other] -= amount
-                    self._room[other][one] += amount
+                    self._capacity[one][other] -= amount
+                    self._capacity[other][one] += amount
 
     def _path(self, untried: dict[Hashable, list[Hashable]]) -> list[tuple[Hashable, Hashable]]:
-        """One more way from SOURCE to SINK through the levels; empty if there is none."""
+        """Returns one more path from SOURCE to SINK through the levels; an empty list if there is none."""
         path: list[tuple[Hashable, Hashable]] = []
-        place: Hashable = SOURCE
-        while place != SINK:
-            ways = untried[place]
-            while ways and not self._leads(place, ways[-1]):
-                ways.pop()
-            if ways:
-                path.append((place, ways[-1]))
-                place = ways[-1]
+        vertex: Hashable = SOURCE
+        while vertex != SINK:
+            edges = untried[vertex]
+            while edges and not self._leads(vertex, edges[-1]):
+                edges.pop()
+            if edges:
+                path.append((vertex, edges[-1]))
+                vertex = edges[-1]
             elif path:
-                place = path.pop()[0]
-                untried[place].pop()  # a dead end
+                vertex = path.pop()[0]
+                untried[vertex].pop()  # a dead end
             else:
                 return []
         return path
 
     def _leads(self, one: Hashable, other: Hashable) -> bool:
-        return self._room[one][other] > 0 and self._level.get(other) == self._level[one] + 1
+        return self._capacity[one][other] > 0 and self._level.get(other) == self._level[one] + 1

@@ -1,28 +1,29 @@
-"""Nodes that are alike, and one of them alone on either side."""
+"""Groups nodes that take the same time, and runs one of each group on either side."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import fx
 
-from ort_accel.autotune.synthetic_inputs import made_up, made_up_inputs
+from ort_accel.autotune.synthetic_inputs import synthetic_inputs, synthetic_value
 from ort_accel.autotune.timer import Runs
-from ort_accel.executor.ort_segment import OrtSegment, build
+from ort_accel.executor.ort_segment import Fallback, OrtSegment, build
 from ort_accel.executor.program import Symbols
 from ort_accel.executor.torch_segment import PyTorchSegment
 from ort_accel.graph.nodes import fakes_in, op_name, tensors_of
 from ort_accel.graph.symbolic_sizes import hint, hinted_elements
-from ort_accel.partition.segments import Assignment, Body, body_of
+from ort_accel.partition.assign import Assignment
+from ort_accel.partition.segments import Body, body_of
 from ort_accel.reporting import Runner
 from ort_accel.runtime.sessions import Sessions
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Nodes with the same operator, constants, sizes, types and layouts, which take the same time."""
+    """Nodes with the same operator, constants, sizes, dtypes and layouts."""
 
     subject: str
     key: str
@@ -30,32 +31,32 @@ class Kind:
     free: set[fx.Node]
 
     def runs(self, owner: fx.GraphModule, opset: int, sessions: Sessions, symbols: Symbols) -> Runs:
-        """One of the nodes as a segment of its own, on either side, with made-up inputs."""
+        """Returns runs of one of the nodes as a segment on either side, with synthetic inputs."""
         body, wanted = _alone(self.nodes[0], self.free)
-        ours, theirs = build(body, wanted, opset), PyTorchSegment(body, wanted, owner, pooled=True, spent=())
-        segment = OrtSegment(ours, sessions, lambda _: False, theirs, _fail, self.subject)
-        inputs = made_up_inputs(segment.inputs)
+        by_pytorch = PyTorchSegment(body, wanted, owner, pooled=True, dead_inputs=())
+        by_ort = OrtSegment(
+            build(body, wanted, opset), sessions, lambda _: False, Fallback(by_pytorch, _fail), self.subject
+        )
+        inputs = synthetic_inputs(by_ort.inputs)
         return {
-            Runner.ORT.value: lambda: segment(list(inputs), symbols),
-            Runner.PYTORCH.value: lambda: theirs(list(inputs), symbols),
+            Runner.ORT.value: lambda: by_ort(list(inputs), symbols),
+            Runner.PYTORCH.value: lambda: by_pytorch(list(inputs), symbols),
         }
 
 
 def kinds_in(assignment: Assignment) -> list[Kind]:
-    """What ONNX Runtime would run and PyTorch could, those first that move most numbers in all."""
+    """Returns the kinds of the nodes that are undecided, in order of the elements that they move in all."""
     kinds: dict[str, Kind] = {}
-    for node, runner in assignment.runner.items():
-        if runner is not Runner.ORT or node in assignment.free or not _gives_tensors(node):
-            continue
+    for node in filter(_gives_tensors, assignment.undecided):
         kind = kind_of(node, assignment.free)
         kinds.setdefault(kind.key, kind).nodes.append(node)
-    return sorted(kinds.values(), key=lambda kind: -len(kind.nodes) * _numbers(kind.nodes[0]))
+    return sorted(kinds.values(), key=lambda kind: -len(kind.nodes) * _elements(kind.nodes[0]))
 
 
-def kind_of(node: fx.Node, free: set[fx.Node], *also: fx.Node) -> Kind:
-    """The kind of a node, with these nodes."""
+def kind_of(node: fx.Node, free: set[fx.Node], *members: fx.Node) -> Kind:
+    """Returns the kind of a node, with these nodes as its members."""
     body, _ = _alone(node, free)
-    return Kind(_subject(node), _key(body), list(also), free)
+    return Kind(_subject(node), _key(body), list(members), free)
 
 
 def _alone(node: fx.Node, free: set[fx.Node]) -> tuple[Body, list[fx.Node]]:
@@ -68,7 +69,7 @@ def _gives_tensors(node: fx.Node) -> bool:
 
 
 def _key(body: Body) -> str:
-    """What a segment computes, from what, apart from the names of its nodes."""
+    """Returns a text of all that a segment computes, without the names of its nodes."""
     names = {node: f"input {number}" for number, node in enumerate(body.inputs)}
     lines = [f"{names[node]}: {_described(node.meta['val'])}" for node in body.inputs]
     for number, node in enumerate(body.nodes):
@@ -79,7 +80,7 @@ def _key(body: Body) -> str:
 
 
 def text_of(graph: fx.Graph, assignment: Assignment) -> str:
-    """All that a choice for this graph depends on, in words."""
+    """Returns a text of all that a choice for this graph depends on."""
     lines = []
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -89,24 +90,24 @@ def text_of(graph: fx.Graph, assignment: Assignment) -> str:
     return "\n".join(lines)
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if not isinstance(value, torch.Tensor):
-        return str(made_up(value))
+        return str(synthetic_value(value))
     return f"{value.dtype} {tuple(map(hint, value.shape))} {tuple(map(hint, value.stride()))}"
 
 
 def _subject(node: fx.Node) -> str:
-    """An operator and the sizes of its inputs, as a person reads it."""
+    """Returns an operator and the sizes of its inputs, for the report."""
     tensors = fakes_in([argument.meta.get("val") for argument in node.all_input_nodes])
     sizes = [" x ".join(str(hint(size)) for size in tensor.shape) or "1" for tensor in tensors]
     types = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
     return f"{op_name(node)} of {', '.join(sizes)} ({', '.join(types)})" if sizes else op_name(node)
 
 
-def _numbers(node: fx.Node) -> int:
+def _elements(node: fx.Node) -> int:
     fakes = fakes_in([item.meta.get("val") for item in [node, *node.all_input_nodes]])
     return sum(map(hinted_elements, fakes))
 
 
-def _fail(error: Exception) -> bool:
+def _fail(error: Exception) -> NoReturn:
     raise error

@@ -1,4 +1,4 @@
-"""Inputs to measure with: of the right sizes, types and layouts, with numbers that any operator takes."""
+"""Makes inputs to measure with: of the right sizes, dtypes and layouts, with numbers that any operator takes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from ort_accel.kernels.attention_packed import FULL
 from ort_accel.kernels.packed_rows import ROW_OPERATORS
 
 
-def made_up_inputs(nodes: Sequence[fx.Node]) -> list[Any]:
-    """A value like each node's. Those that say which rows count say the same ones."""
-    tables = _Tables(nodes).made()
-    return [tables[node] if node in tables else made_up(node.meta.get("val")) for node in nodes]
+def synthetic_inputs(nodes: Sequence[fx.Node]) -> list[object]:
+    """Returns a value like each node's. All row tables among them name the same rows."""
+    tables = _RowTables(nodes).tensors()
+    return [tables[node] if node in tables else synthetic_value(node.meta.get("val")) for node in nodes]
 
 
-def made_up(value: Any) -> Any:
-    """A value like this one, at the sizes that the graph was captured with.
+def synthetic_value(value: object) -> object:
+    """Returns a value like this one, at the sizes that the graph was captured with.
 
-    Floats are small and of both signs, so that they neither overflow nor vanish on a long way. Integers are 0, an index
-    that every table has.
+    Floats are small and of both signs, so that they neither overflow nor vanish. Integers are 0: every table has row 0.
     """
     if not isinstance(value, Tensor):
         return hint(value) if isinstance(value, torch.SymInt) else value
@@ -39,16 +38,16 @@ def _numbers(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((count,), dtype == torch.bool, dtype=dtype, device=device)
 
 
-class _Tables:
-    """Which rows count in a batch whose sequences have as many as each other, each from its beginning on."""
+class _RowTables:
+    """Tables of the rows that count, for a batch in which every sequence has the same number of them at its start."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self._rows: list[tuple[fx.Node, fx.Node]] = []
         self._spans: list[tuple[fx.Node, fx.Node, fx.Node]] = []
         self._batch: dict[fx.Node, int] = {}
-        """Rows to the number of their sequences."""
+        """The number of sequences of each table of rows."""
         self._count: dict[fx.Node, int] = {}
-        """Rows to the number of all rows, those included that do not count."""
+        """The number of all rows of each table of rows, those included that do not count."""
         for reader in dict.fromkeys(reader for node in nodes for reader in node.users):
             if getattr(reader.target, "overloadpacket", None) in ROW_OPERATORS:
                 self._note(_arguments(reader))
@@ -65,8 +64,8 @@ class _Tables:
             for pairs in filter(None, (given["mask"], given["kept"])):
                 self._count.setdefault(rows, batch * hint(pairs.meta["val"].shape[dim]))
 
-    def made(self) -> dict[fx.Node, Tensor]:
-        """The tables."""
+    def tensors(self) -> dict[fx.Node, Tensor]:
+        """Returns the value of each node that is a table."""
         tables: dict[fx.Node, Tensor] = {}
         for spans, queries, keys in self._spans:
             columns = [column for rows in (queries, keys) for column in (self._ends(rows)[:-1], self._ends(rows)[1:])]
@@ -78,7 +77,7 @@ class _Tables:
         return {node: table.to(node.meta["val"].device) for node, table in tables.items()}
 
     def _ends(self, rows: fx.Node) -> Tensor:
-        """Where each sequence begins among the rows, and where the last one ends."""
+        """Returns where each sequence begins among the rows, and where the last one ends."""
         batch = self._batch.get(rows, 1)
         return torch.arange(batch + 1) * _length(rows) // batch
 
@@ -100,18 +99,18 @@ def _length(node: fx.Node) -> int:
 
 
 def symbols_of(graph: fx.Graph) -> Symbols:
-    """The value that each symbol had when the graph was captured."""
+    """Returns the value that each symbol had when the graph was captured."""
     values = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
     source, symbols = SymbolSource(), Symbols()
     for position, value in enumerate(values):
         source.learn(position, value)
-    hinted = [_Hinted(value) if isinstance(value, Tensor) else made_up(value) for value in values]
+    hinted = [_Hinted(value) if isinstance(value, Tensor) else synthetic_value(value) for value in values]
     source.read(hinted, symbols)
     return symbols
 
 
 class _Hinted:
-    """Has a tensor's sizes, and no memory."""
+    """A tensor's sizes without memory."""
 
     def __init__(self, fake: Tensor) -> None:
         self.shape = [hint(size) for size in fake.shape]

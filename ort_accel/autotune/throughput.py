@@ -1,44 +1,37 @@
-"""How fast a machine's PyTorch and ONNX Runtime are at what most of a step's time goes to, measured once.
+"""Times one call of each frequent operator in PyTorch and in ONNX Runtime.
 
-Which of the two is faster differs from processor to processor: on an AMD EPYC (Zen 4) both multiply matrices equally
-fast, on an Intel Xeon with AMX PyTorch's MKL takes four fifths of the time. So one call of each operator is timed on
-either side, when the first graph needs to know, and holds for all sizes of it in this process.
+Which of the two is faster differs from processor to processor. A call is timed when the first graph needs to know. Its
+time holds for all sizes in this process.
 """
 
 from __future__ import annotations
 
-import operator
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from operator import getitem
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from ort_accel.autotune import handover_cost
-from ort_accel.autotune.isolated import unnoticed
 from ort_accel.autotune.node_kinds import kind_of
-from ort_accel.autotune.timer import Runs, Seconds, Stopwatch
+from ort_accel.autotune.timer import Stopwatch, measured, race
 from ort_accel.graph.nodes import fakes_in
 from ort_accel.graph.symbolic_sizes import hinted_elements
 from ort_accel.operators.flops import flops
-from ort_accel.reporting import Runner
-from ort_accel.runtime.ort_pool import release_unused
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 
 aten = torch.ops.aten
 
-Calls = list[tuple[Any, ...]]
+Calls = list[tuple[object, ...]]
+"""The arguments of each call of one operator."""
 
 ROWS, WIDTH = 1024, 512
-
-TURNS = 9
-"""Calls on either side. The shortest counts: what else a machine does can only make one longer."""
 
 
 def _rows(*shape: int) -> Tensor:
@@ -46,8 +39,10 @@ def _rows(*shape: int) -> Tensor:
 
 
 def _products() -> Calls:
-    """As in a layer and in its backward: how fast a product is depends on how its operands lie in memory. Larger ones
-    are timed at their own sizes (`tune/products.py`)."""
+    """Products of a layer and of its backward, since a product's speed depends on the layout of its operands.
+
+    Larger ones are timed at their own sizes (`time_matmuls.py`).
+    """
     return [
         (_rows(256, 384), _rows(768, 384).t()),
         (_rows(256, 768), _rows(768, 384)),
@@ -72,12 +67,12 @@ def _norm_backward() -> Calls:
 
 
 def _slices_backward() -> Calls:
-    """Of one half of each row, and of every other number, as of halves that lie next to each other and in turns."""
+    """Slices of one half of each row, and of every other number, as models split a row into halves."""
     count = ROWS // 4
     return [(_rows(count, WIDTH), [count, 2 * WIDTH], 1, 0, *more) for more in ((WIDTH, 1), (2 * WIDTH, 2))]
 
 
-CALLS: dict[Any, Callable[[], Calls]] = {
+CALLS: dict[OpOverload, Callable[[], Calls]] = {
     aten.mm.default: _products,
     aten.bmm.default: _grouped_products,
     aten.add.Tensor: lambda: [(_rows(), _rows())],
@@ -106,51 +101,57 @@ CALLS: dict[Any, Callable[[], Calls]] = {
     aten.scatter.src: lambda: [(_rows(), -1, torch.zeros(ROWS, 1, dtype=torch.int64), _rows(ROWS, 1))],
     aten.slice_backward.default: _slices_backward,
 }
-"""Calls of each operator, in single precision, large enough for all threads."""
+"""Calls of each operator in single precision. They are large enough for all threads."""
 
-LIKE = {aten.addmm.default: aten.mm.default, aten.sub.Tensor: aten.add.Tensor}
-"""Operators that take as long as others."""
+EQUALLY_FAST: dict[object, OpOverload] = {aten.addmm.default: aten.mm.default, aten.sub.Tensor: aten.add.Tensor}
+"""Untimed operators to timed ones that take as long."""
 
 
 @dataclass(frozen=True)
-class Yardstick:
-    """What calls took on either side, in seconds, without what it takes to begin."""
+class KernelTimes:
+    """Seconds of calls on either side, without what starting a segment takes."""
 
     ort: float
     pytorch: float
     amount: int
-    """How much they computed."""
+    """The operations or elements that the calls computed (`amount_of`)."""
 
-    def of(self, node: fx.Node) -> Yardstick:
-        """What a node takes by this measure."""
+    def scaled_to(self, node: fx.Node) -> KernelTimes:
+        """Returns the times of a node, in proportion to its amount."""
         share = amount_of(node) / self.amount
-        return Yardstick(self.ort * share, self.pytorch * share, amount_of(node))
+        return KernelTimes(self.ort * share, self.pytorch * share, amount_of(node))
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What is known of this process's machine, with one number of threads."""
+    """The speed of this machine with one number of threads."""
 
     settings: SessionSettings
     opset: int
 
     @property
     def price(self) -> float | None:
-        """Seconds for handing a tensor over to the other side; None if it cannot be measured now."""
+        """Seconds of one handover; None if it cannot be measured now."""
         return found.price if (found := handover_of(self)) else None
 
-    def yardstick(self, target: Any) -> Yardstick | None:
-        """The measure for an operator; None if it has none, or cannot be run here."""
-        return _measured(self, LIKE.get(target, target)) if has_yardstick(target) else None
+    def kernel_times(self, target: object) -> KernelTimes | None:
+        """Returns the times of an operator; None if it is not timed, or cannot be run here."""
+        timed = _timed_operator(target)
+        return None if timed is None else _measured(self, timed)
 
 
-def has_yardstick(target: Any) -> bool:
-    """Whether an operator is one of those that are timed."""
-    return LIKE.get(target, target) in CALLS
+def is_timed(target: object) -> bool:
+    """True if calls of an operator, or of one that takes as long, are timed."""
+    return _timed_operator(target) is not None
+
+
+def _timed_operator(target: object) -> OpOverload | None:
+    operator = EQUALLY_FAST.get(target, target)
+    return operator if isinstance(operator, OpOverload) and operator in CALLS else None
 
 
 def amount_of(node: fx.Node) -> int:
-    """What a node's time grows with: operations of a product, or elements of the largest tensor."""
+    """Returns what a node's time grows with: the operations of a product, or the elements of the largest tensor."""
     given = [argument.meta.get("val") for argument in node.all_input_nodes]
     tensors = [tensor for value in (node.meta["val"], *given) for tensor in fakes_in(value)]
     return flops(node) or max(map(hinted_elements, tensors))
@@ -158,55 +159,37 @@ def amount_of(node: fx.Node) -> int:
 
 @cache
 def handover_of(machine: Machine) -> handover_cost.Handover | None:
-    """What changing hands costs; None if it cannot be measured now."""
-    with unnoticed(machine.settings.place):
-        try:
-            runs = handover_cost.runs(machine.opset, Sessions(machine.settings))
-            seconds = Stopwatch().race(handover_cost.SUBJECT, runs, in_a_row=3)
-        except Exception:  # then nothing is known to be faster
-            return None
-    return handover_cost.handover(seconds) if seconds else None
+    """Returns what a handover costs; None if it cannot be measured now."""
+    measure = partial(handover_cost.measure, machine.opset, Sessions(machine.settings), Stopwatch())
+    seconds = measured(machine.settings.place, measure)
+    return handover_cost.Handover.of(seconds) if seconds else None
 
 
 @cache
-def _measured(machine: Machine, target: Any) -> Yardstick | None:
+def _measured(machine: Machine, target: OpOverload) -> KernelTimes | None:
     handover = handover_of(machine)
     if handover is None:
         return None
-    with unnoticed(machine.settings.place):
-        try:
-            timed = [_timed(machine, handover, *call_of(target, arguments)) for arguments in CALLS[target]()]
-        except Exception:  # there is no kernel for it: who runs it is no question of speed
-            return None
-        finally:
-            release_unused()  # the pool holds what the largest call took
-    return Yardstick(sum(one.ort for one in timed), sum(one.pytorch for one in timed), sum(one.amount for one in timed))
+
+    def measure() -> KernelTimes:
+        timed = [_timed(machine, handover, *call_of(target, arguments)) for arguments in CALLS[target]()]
+        ort, pytorch = sum(one.ort for one in timed), sum(one.pytorch for one in timed)
+        return KernelTimes(ort, pytorch, sum(one.amount for one in timed))
+
+    return measured(machine.settings.place, measure)
 
 
-def _timed(machine: Machine, handover: handover_cost.Handover, module: fx.GraphModule, node: fx.Node) -> Yardstick:
-    seconds = in_turns(kind_of(node, set(), node).runs(module, machine.opset, Sessions(machine.settings), {}))
-    ort, pytorch = seconds[Runner.ORT.value], seconds[Runner.PYTORCH.value]
-    return Yardstick(max(0.0, ort - handover.ort), max(0.0, pytorch - handover.pytorch), amount_of(node))
+def _timed(machine: Machine, handover: handover_cost.Handover, module: fx.GraphModule, node: fx.Node) -> KernelTimes:
+    runs = kind_of(node, set(), node).runs(module, machine.opset, Sessions(machine.settings), {})
+    costs = handover.without_start(race(runs, in_a_row=2))
+    return KernelTimes(costs.ort, costs.pytorch, amount_of(node))
 
 
-def in_turns(runs: Runs, turns: int = TURNS, in_a_row: int = 2) -> Seconds:
-    """The shortest time of each of these runs. Of those in a row the last one counts: a run behind another one on the
-    same side, since changing hands has a price of its own."""
-    taken = [{name: _last_of(run, in_a_row) for name, run in runs.items()} for _ in range(turns)]
-    return {name: min(turn[name] for turn in taken) for name in runs}
+def call_of(target: OpOverload, arguments: Sequence[object]) -> tuple[fx.GraphModule, fx.Node]:
+    """Returns a graph that calls an operator with arguments like these, and the call in it.
 
-
-def _last_of(run: Callable[[], object], in_a_row: int) -> float:
-    for _ in range(in_a_row - 1):
-        run()
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
-
-
-def call_of(target: Any, arguments: Sequence[Any]) -> tuple[fx.GraphModule, fx.Node]:
-    """A graph that calls an operator with arguments like these, and the call in it. It holds no memory: a graph stays
-    until cycles of references are collected, and that can take long."""
+    The graph holds no tensors, since it may live long: until cycles of references are collected.
+    """
     graph, mode = fx.Graph(), FakeTensorMode()
 
     def given(tensor: Tensor) -> fx.Node:
@@ -220,5 +203,5 @@ def call_of(target: Any, arguments: Sequence[Any]) -> tuple[fx.GraphModule, fx.N
         node.meta["val"] = results = target(*tree_map_only(fx.Node, lambda given: given.meta["val"], nodes))
     if isinstance(results, tuple):
         for number, result in enumerate(results):
-            graph.call_function(operator.getitem, (node, number)).meta["val"] = result
+            graph.call_function(getitem, (node, number)).meta["val"] = result
     return fx.GraphModule({}, graph), node

@@ -1,7 +1,7 @@
-"""Whether attention runs as products in ONNX Runtime, by a measurement of this machine.
+"""Times attention as products in ONNX Runtime against PyTorch's kernels, and runs large attention by the faster one.
 
-A call of each kernel takes some time to begin, and then so much for each pair of a query and a key. So both are timed
-on few pairs and on many, which tells from how many on products are the faster ones.
+The time of a kernel is a constant and a part that grows with the pairs of a query and a key. So both are timed on few
+pairs and on many. A straight line tells from how many pairs on products are faster.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Target
 
-from ort_accel.autotune.isolated import unnoticed
-from ort_accel.autotune.throughput import Machine, in_turns
-from ort_accel.autotune.timer import Runs
+from ort_accel.autotune.throughput import Machine
+from ort_accel.autotune.timer import Runs, measured, race
 from ort_accel.errors import first_line
 from ort_accel.graph.symbolic_sizes import hint
 from ort_accel.kernels import attention_packed, attention_slim
@@ -25,50 +25,49 @@ from ort_accel.kernels.attention_matmul import AttentionProducts
 from ort_accel.kernels.attention_precision import BACKWARD, FORWARD
 from ort_accel.kernels.packed_rows import own
 from ort_accel.reporting import Report
-from ort_accel.runtime.ort_pool import release_unused
 from ort_accel.runtime.picklable_closures import made_by
 from ort_accel.runtime.sessions import Sessions
+
+Call: TypeAlias = Callable[..., object]
 
 LOG = logging.getLogger("ort_accel")
 
 LENGTHS = (128, 512)
-"""Sequences that are timed: those closest to a graph's."""
+"""Lengths of the sequences that are timed. The one closest to a graph's counts for it."""
 
 HEADS = 4
 
-FEW = (1, 32)
-MANY = 1 << 20
-"""Sequences and their length, and pairs of all heads."""
+FEW_SEQUENCES, FEW_TOKENS = 1, 32
+MANY_PAIRS = 1 << 20
+"""Pairs of all heads."""
 
-TURNS = 9
-
-GAIN = 0.1
-"""The share of the time that products have to save: so much a busy machine gets wrong."""
+MIN_SHARE_SAVED = 0.1
+"""The share of the time that products have to save: a busy machine is wrong by about as much."""
 
 
-class LargeByProducts:
-    """PyTorch's kernels, and products in ONNX Runtime for at least so many pairs."""
+class AttentionBySize:
+    """PyTorch's kernels, and products in ONNX Runtime from a number of pairs on."""
 
-    def __init__(self, products: Kernels, least: float) -> None:
-        self._products, self._least = products, least
+    def __init__(self, products: Kernels, min_pairs: float) -> None:
+        self._products, self._min_pairs = products, min_pairs
         self._failed = False
 
     def drops(self, query: Tensor, pairs: int) -> bool:
-        """Whether products run a dropout."""
+        """True if products run a dropout."""
         is_single = query.dtype == torch.float32 and query.device.type == "cpu"
-        return is_single and not self._failed and pairs >= max(1, self._least)
+        return is_single and not self._failed and pairs >= max(1, self._min_pairs)
 
     def forward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
-        """The result, and what the kernel that made it needs for the gradient."""
+        """Returns the result, and what the kernel that made it needs for the gradient."""
         query, key, _ = operands
-        if self._takes(query, key, how) and (found := self._tried(self._products.forward, operands, how)):
+        if self._takes(query, key, how) and (found := self._try(self._products.forward, operands, how)):
             return found
         return PYTORCH.forward(operands, how)
 
     def backward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
-        """The gradients of query, key and value."""
+        """Returns the gradients of query, key and value."""
         grad, *given, out, sums = operands
-        if self._takes(given[0], given[1], how) and (found := self._tried(self._products.backward, operands, how)):
+        if self._takes(given[0], given[1], how) and (found := self._try(self._products.backward, operands, how)):
             return found
         if self._failed and not sums.any():  # the result came from products
             out, sums = PYTORCH.forward(given, how)
@@ -78,8 +77,10 @@ class LargeByProducts:
         samples, heads, queries = query.shape[:3]
         return how.mask is None and self.drops(query, samples * heads * queries * key.shape[2])
 
-    def _tried(self, run: Callable[..., Sequence[Tensor]], operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
-        """What products give; nothing where they fail, which is left to PyTorch from then on: it takes less memory."""
+    def _try(
+        self, run: Callable[[Sequence[Tensor], How], Sequence[Tensor]], operands: Sequence[Tensor], how: How
+    ) -> Sequence[Tensor]:
+        """Returns the result of products; nothing where they fail. From then on PyTorch runs, in less memory."""
         try:
             return run(operands, how)
         except Exception as error:
@@ -91,19 +92,19 @@ class LargeByProducts:
 
 
 class Attention:
-    """Knows which attentions of PyTorch's ONNX Runtime runs faster as products."""
+    """Replaces attention of PyTorch that ONNX Runtime runs faster as products."""
 
     def __init__(self, machine: Machine, report: Report) -> None:
         self._machine, self._report = machine, report
 
-    def replacements(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Callable[..., Any]]:
-        """What to call for these nodes."""
+    def replacements(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Call]:
+        """Returns the nodes that run faster as products, with what to call for them."""
         found = {node: call for node in nodes if node.target in _CALLS and (call := self._call(node))}
         if found:
             self._report.counters["attention by products of ONNX Runtime, where there are many tokens"] += len(found)
         return found
 
-    def _call(self, node: fx.Node) -> Callable[..., Any] | None:
+    def _call(self, node: fx.Node) -> Call | None:
         query: Tensor = node.all_input_nodes[0].meta["val"]
         if query.dtype != torch.float32 or query.device.type != "cpu":
             return None
@@ -119,24 +120,24 @@ def _plain(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *more: Any,
+    *more: bool,
     kernels: Kernels,
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
-) -> Any:
+) -> Sequence[Tensor]:
     is_causal = more[1] if len(more) > 1 else is_causal  # behind the share that is dropped, which is 0 on the CPU
     return kernels.forward((query, key, value), How(attn_mask, is_causal, scale))
 
 
 def _plain_backward(
     *operands: Any, kernels: Kernels, attn_mask: Tensor | None = None, scale: float | None = None
-) -> Any:
+) -> Sequence[Tensor]:
     *tensors, _, is_causal = operands
     return kernels.backward(tensors, How(attn_mask, is_causal, scale))
 
 
-_CALLS: dict[Any, Callable[..., Any]] = {
+_CALLS: dict[Target, Call] = {
     FORWARD: _plain,
     BACKWARD: _plain_backward,
     attention_slim.LEAN_FORWARD.default: attention_slim.attention,
@@ -144,11 +145,11 @@ _CALLS: dict[Any, Callable[..., Any]] = {
     own.scaled_dot_product_of_rows.default: attention_packed.attention,
     own.scaled_dot_product_of_rows_backward.default: attention_packed.attention_backward,
 }
-"""The operators, and what computes each with given kernels."""
+"""Attention operators, with the functions that compute them by given kernels."""
 
 
-def _with(kernels: Kernels, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*given: Any, **named: Any) -> Any:
+def _with(kernels: Kernels, function: Call) -> Call:
+    def call(*given: object, **named: object) -> object:
         return function(*given, **named, kernels=kernels)
 
     call.__name__ = f"{function.__name__.lstrip('_')}_by_products"
@@ -156,7 +157,7 @@ def _with(kernels: Kernels, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tokens(node: fx.Node) -> float:
-    """How long a sequence is, on average, as far as the captured sizes tell."""
+    """Returns the average length of a sequence, at the sizes that the graph was captured with."""
     tensors = [argument.meta["val"] for argument in node.args if isinstance(argument, fx.Node)]
     if "of_rows" not in str(node.target):
         return hint(tensors[0].shape[2])
@@ -165,27 +166,22 @@ def _tokens(node: fx.Node) -> float:
 
 
 @cache
-def _measured(machine: Machine, length: int, width: int) -> LargeByProducts | None:
-    """Products from as many pairs on as pay; None where they never do."""
+def _measured(machine: Machine, length: int, width: int) -> AttentionBySize | None:
+    """Returns kernels that use products from the number of pairs on that pays; None if none does."""
     products = AttentionProducts(Sessions(machine.settings))
-    sizes = FEW, (max(1, MANY // (HEADS * length**2)), length)
-    with unnoticed(machine.settings.place):
-        try:
-            times = [in_turns(_runs(products, *size, width), TURNS, in_a_row=1) for size in sizes]
-        except Exception:  # then nothing is known to be faster
-            return None
-        finally:
-            release_unused()
+    sizes = (FEW_SEQUENCES, FEW_TOKENS), (max(1, MANY_PAIRS // (HEADS * length**2)), length)
+    times = measured(machine.settings.place, lambda: [race(_runs(products, *size, width)) for size in sizes])
+    if times is None:
+        return None
     pairs = [samples * HEADS * tokens**2 for samples, tokens in sizes]
-    saved = [(1 - GAIN) * seconds["pytorch"] - seconds["products"] for seconds in times]
-    least = _least(pairs, saved)
-    return None if least is None else LargeByProducts(products, least)
+    saved = [(1 - MIN_SHARE_SAVED) * seconds["pytorch"] - seconds["products"] for seconds in times]
+    min_pairs = _min_pairs(pairs, saved)
+    return None if min_pairs is None else AttentionBySize(products, min_pairs)
 
 
 def _runs(products: Kernels, samples: int, tokens: int, width: int) -> Runs:
-    """Both directions of an attention by each of the kernels."""
-    made = [torch.empty(samples, tokens, HEADS, width).uniform_(-1, 1).transpose(1, 2) for _ in range(4)]
-    grad, *given = made
+    """Returns both directions of an attention by each of the kernels."""
+    grad, *given = (torch.empty(samples, tokens, HEADS, width).uniform_(-1, 1).transpose(1, 2) for _ in range(4))
     how = How(None, False, None)
 
     def run(kernels: Kernels) -> None:
@@ -194,8 +190,8 @@ def _runs(products: Kernels, samples: int, tokens: int, width: int) -> Runs:
     return {"pytorch": lambda: run(PYTORCH), "products": lambda: run(products)}
 
 
-def _least(pairs: Sequence[int], saved: Sequence[float]) -> float | None:
-    """From how many pairs on time is saved, as a straight line through two points tells."""
+def _min_pairs(pairs: Sequence[int], saved: Sequence[float]) -> float | None:
+    """Returns the pairs from which on time is saved, by a straight line through two points."""
     (few, many), (at_few, at_many) = pairs, saved
     if at_many <= 0:
         return None

@@ -1,8 +1,4 @@
-"""Large products are timed at their own sizes: the libraries that multiply differ in the sizes that they are good at.
-
-On an AMD EPYC (Zen 4) the scores of 143 words out of 30,522 took 34 ms in MKL, 19 ms in ONNX Runtime and 18 ms in
-oneDNN; products of a layer took 5 to 20 % longer in MKL than in oneDNN. On an Intel Xeon MKL was the fastest.
-"""
+"""Times large products at their own sizes in MKL, oneDNN and ONNX Runtime: each library is good at other sizes."""
 
 from __future__ import annotations
 
@@ -10,99 +6,102 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
-from ort_accel.autotune.isolated import unnoticed
+from ort_accel.autotune.handover_cost import Handover
 from ort_accel.autotune.node_kinds import kind_of
-from ort_accel.autotune.throughput import Machine, Yardstick, call_of, handover_of, in_turns
-from ort_accel.autotune.timer import Runs, Seconds
+from ort_accel.autotune.throughput import KernelTimes, Machine, call_of, handover_of
+from ort_accel.autotune.timer import measured, race
 from ort_accel.graph.symbolic_sizes import expression, hint
 from ort_accel.kernels.onednn_matmul import PRODUCTS, can_multiply, product, product_of_known_sizes
 from ort_accel.operators.flops import flops
-from ort_accel.reporting import Report, Runner
-from ort_accel.runtime.ort_pool import release_unused
+from ort_accel.reporting import Report
 from ort_accel.runtime.sessions import Sessions
 
-LARGE = 1 << 28
-"""Floating point operations of a product, more than a millisecond of two cores, from which on it is timed by itself."""
+LARGE_FLOPS = 1 << 28
+"""Operations from which on a product is timed at its own sizes."""
 
-GAIN = 0.03
-"""The share of the time that oneDNN has to save."""
+MIN_SHARE_SAVED_BY_ONEDNN = 0.03
+"""The share of PyTorch's time that oneDNN has to save."""
 
-CLOSE = 1e-4
-"""By how much the largest difference of two products may exceed rounding: of the largest number in them."""
+MIN_SHARE_SAVED_BY_ORT = 0.25
+"""The share of PyTorch's time that ONNX Runtime has to save.
 
-CLEAR = 0.25
-"""The share of PyTorch's time that ONNX Runtime has to save. Calls that are timed alone differ by a tenth from one
-moment to the next, and in a step ONNX Runtime's take longer than alone, between kernels of PyTorch (`IN_STEPS`)."""
+Its products take longer between PyTorch's kernels than alone, and times differ from one moment to the next.
+"""
+
+MAX_RELATIVE_DIFFERENCE = 1e-4
+"""The largest difference between two libraries' results, as a share of the largest number in them."""
 
 ONEDNN = "oneDNN"
 
-LONG = 1 << 29
-"""Operations from which on what a run leaves in the caches, and in the threads of others, makes no difference."""
+LONG_FLOPS = 1 << 29
+"""Operations from which on the state of caches and threads makes no difference."""
 
-ENOUGH = 1 << 31
-"""Of a product with more operations a part is timed, with less of its largest side, so that it takes 10 ms."""
+MAX_TIMED_FLOPS = 1 << 31
+"""Of a product with more operations, a part is timed that is smaller along the largest dimension."""
 
-LEAST = 512
-"""What is left of a side at the least."""
+MIN_TIMED_SIZE = 512
+"""Smallest matrix dimension of such a part."""
 
-TURNS = 3
+ROUNDS = 2
 
 
 @dataclass(frozen=True)
-class Times:
+class MatmulTimes:
     """Seconds of a product."""
 
     ort: float
     pytorch: float
     onednn: float | None
-    """None where oneDNN cannot, or gives something else."""
+    """None where oneDNN cannot multiply, or gives another result."""
     amount: int
-    """How many floating point operations it has."""
+    """Floating point operations."""
 
     @property
     def prefers_onednn(self) -> bool:
-        """Whether oneDNN is the better one for PyTorch's share of the work."""
-        return self.onednn is not None and self.onednn < (1 - GAIN) * self.pytorch
+        """True if PyTorch should multiply with oneDNN."""
+        return self.onednn is not None and self.onednn < (1 - MIN_SHARE_SAVED_BY_ONEDNN) * self.pytorch
 
 
 class Products:
-    """Knows the products of this process that were timed."""
+    """Times the large products of this process, each once."""
 
     def __init__(self, machine: Machine, report: Report) -> None:
         self._machine, self._report = machine, report
 
-    def yardstick(self, node: fx.Node, known_sizes: bool = False) -> Yardstick | None:
-        """What a large product takes on either side; None for other nodes. oneDNN counts for PyTorch where sizes are
-        fixed, and for sizes that came before (`known_sizes`)."""
+    def kernel_times(self, node: fx.Node, known_sizes: bool = False) -> KernelTimes | None:
+        """Returns the times of a large product on either side; None for other nodes.
+
+        oneDNN counts for PyTorch where sizes are fixed, and for sizes that came before (`known_sizes`).
+        """
         found = self._times(node)
         if found is None:
             return None
-        counts = found.prefers_onednn and (known_sizes or _is_of_fixed_size(node))
-        pytorch = found.onednn if counts and found.onednn is not None else found.pytorch
-        is_equal = (1 - CLEAR) * pytorch < found.ort < pytorch
-        return Yardstick(pytorch if is_equal else found.ort, pytorch, found.amount).of(node)
+        uses_onednn = found.prefers_onednn and (known_sizes or _is_of_fixed_size(node))
+        pytorch = found.onednn if uses_onednn and found.onednn is not None else found.pytorch
+        is_equal = (1 - MIN_SHARE_SAVED_BY_ORT) * pytorch < found.ort < pytorch
+        return KernelTimes(pytorch if is_equal else found.ort, pytorch, found.amount).scaled_to(node)
 
     def replacements(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Callable[..., Tensor]]:
-        """Which nodes of PyTorch's oneDNN runs faster, and what to call for them."""
+        """Returns the nodes of PyTorch that oneDNN runs faster, with what to call for them."""
         better = [node for node in nodes if (found := self._times(node)) and found.prefers_onednn]
         if better:
             self._report.counters["products by oneDNN, where sizes come again"] += len(better)
         return {node: product_of_known_sizes(node.target) for node in better}
 
     def for_known_sizes(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Callable[..., Tensor]]:
-        """Which products of sizes that vary oneDNN runs faster than PyTorch, once it knows the sizes."""
+        """Returns the products of varying sizes that oneDNN runs faster than PyTorch, once it knows the sizes."""
         timed = ((node, self._times(node)) for node in nodes)
         better = (node for node, found in timed if found and found.prefers_onednn)
         return {node: product for node in better if not _is_of_fixed_size(node)}
 
-    def _times(self, node: fx.Node) -> Times | None:
+    def _times(self, node: fx.Node) -> MatmulTimes | None:
         is_plain = node.target in PRODUCTS and not node.kwargs and node.meta["val"].dtype == torch.float32
-        if not is_plain or flops(node) < LARGE:
+        if not is_plain or flops(node) < LARGE_FLOPS:
             return None
         key = self._machine, kind_of(node, set()).key
         if key not in _KNOWN:
@@ -110,59 +109,51 @@ class Products:
         return _KNOWN[key]
 
 
-_KNOWN: dict[Any, Times | None] = {}
-"""What was timed, by machine and kind of product."""
+_KNOWN: dict[tuple[Machine, str], MatmulTimes | None] = {}
+"""Times by machine and kind of product; None where nothing could be timed."""
 
 
-def _measured(machine: Machine, node: fx.Node) -> Times | None:
+def _measured(machine: Machine, node: fx.Node) -> MatmulTimes | None:
     handover = handover_of(machine)
-    if handover is None:
-        return None
-    with unnoticed(machine.settings.place):
-        try:
-            operands = _operands(node)
-            module, call = call_of(node.target, operands)
-            runs = dict(kind_of(call, set(), call).runs(module, machine.opset, Sessions(machine.settings), {}))
-            if can_multiply(node) and _agree(node.target(*operands), product(*operands)):  # type: ignore[operator]
-                runs[ONEDNN] = partial(product, *operands)
-            seconds = _shortest(runs, is_long=flops(call) > LONG)
-        except Exception:  # then nothing is known to be faster
-            return None
-        finally:
-            release_unused()
-    ort = max(0.0, seconds[Runner.ORT.value] - handover.ort)
-    pytorch = max(0.0, seconds[Runner.PYTORCH.value] - handover.pytorch)
-    return Times(ort, pytorch, seconds.get(ONEDNN), flops(call))
+    return None if handover is None else measured(machine.settings.place, lambda: _race(machine, handover, node))
+
+
+def _race(machine: Machine, handover: Handover, node: fx.Node) -> MatmulTimes:
+    assert isinstance(node.target, OpOverload)
+    operands = _operands(node)
+    module, call = call_of(node.target, operands)
+    runs = dict(kind_of(call, set(), call).runs(module, machine.opset, Sessions(machine.settings), {}))
+    if can_multiply(node) and _agree(node.target(*operands), product(*operands)):
+        runs[ONEDNN] = partial(product, *operands)
+    seconds = race(runs, ROUNDS, in_a_row=1 if flops(call) > LONG_FLOPS else 2)
+    costs = handover.without_start(seconds)
+    return MatmulTimes(costs.ort, costs.pytorch, seconds.get(ONEDNN), flops(call))
 
 
 def _operands(node: fx.Node) -> list[Tensor]:
-    """Made-up ones that lie in memory as the node's do, of its sizes or, if that is too much, of a part of them."""
+    """Returns synthetic operands with the layouts of the node's. A long product gets a part of its sizes."""
     *row, left, right = (argument.meta["val"] for argument in node.args)  # type: ignore[union-attr]
     sizes = [hint(size) for size in (*left.shape, right.shape[1])]
-    while 2 * prod(sizes) > ENOUGH and max(sizes) > LEAST:
+    while 2 * prod(sizes) > MAX_TIMED_FLOPS and max(sizes) > MIN_TIMED_SIZE:
         largest = sizes.index(max(sizes))
         others = prod(sizes) // sizes[largest]
-        sizes[largest] = max(LEAST, min(ENOUGH // (2 * others), sizes[largest] // 2))
+        sizes[largest] = max(MIN_TIMED_SIZE, min(MAX_TIMED_FLOPS // (2 * others), sizes[largest] // 2))
     rows, inner, columns = sizes
-    return [*(_made_up(one, columns) for one in row), _made_up(left, rows, inner), _made_up(right, inner, columns)]
+    return [
+        *(_synthetic(one, columns) for one in row),
+        _synthetic(left, rows, inner),
+        _synthetic(right, inner, columns),
+    ]
 
 
-def _made_up(like: Tensor, *sizes: int) -> Tensor:
+def _synthetic(like: Tensor, *sizes: int) -> Tensor:
     is_transposed = like.ndim == 2 and hint(like.stride(0)) < hint(like.stride(1))
     made = torch.empty(sizes[::-1] if is_transposed else sizes).uniform_(-0.1, 0.1)
     return made.t() if is_transposed else made
 
 
-def _shortest(runs: Runs, is_long: bool) -> Seconds:
-    if not is_long:
-        return in_turns(runs, TURNS)
-    for run in runs.values():
-        run()
-    return in_turns(runs, TURNS - 1, in_a_row=1)
-
-
 def _agree(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).abs().max() <= CLOSE * one.abs().max())
+    return bool((one - other).abs().max() <= MAX_RELATIVE_DIFFERENCE * one.abs().max())
 
 
 def _is_of_fixed_size(node: fx.Node) -> bool:

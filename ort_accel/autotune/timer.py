@@ -1,4 +1,4 @@
-"""Timing alternatives against each other, and keeping what was found between runs."""
+"""Times alternatives against each other, and keeps the results between runs. Every measurement comes through here."""
 
 from __future__ import annotations
 
@@ -6,28 +6,44 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, TypeGuard, TypeVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 import ort_accel
 from ort_accel.files import write_aside
 from ort_accel.reporting import Report
+from ort_accel.runtime.device import Place
 from ort_accel.runtime.installed_ort import Flavor
+from ort_accel.runtime.ort_pool import release_unused
 from ort_accel.runtime.session import SessionSettings
 
+MeasurementT = TypeVar("MeasurementT")
+
 Seconds = dict[str, float]
+
+
+class Entry(TypedDict, total=False):
+    """One saved measurement."""
+
+    seconds: Seconds
+    in_pytorch: list[str]
+    """Names of the nodes that PyTorch runs in the fastest division of a graph."""
+
+
 Runs = Mapping[str, Callable[[], object]]
 
 FORMAT = "ort_accel tuning 1"
 ROUNDS = 7
-"""Rounds after the first; the best one counts, since others can only make a run slower."""
+"""Rounds after the first. The shortest time counts: other load on a machine can only make a run longer."""
 
 
 class Stopwatch:
-    """Times alternatives in turns, all races together within a limit."""
+    """Times alternatives in turns. All races together stay within a limit."""
 
     def __init__(
         self,
@@ -35,19 +51,20 @@ class Stopwatch:
         clock: Callable[[], float] = time.perf_counter,
         settle: Callable[[], object] = lambda: None,
     ) -> None:
-        """`limit` is in seconds; `settle` waits until what was begun is done."""
+        """`limit` is in seconds; `settle` waits until all kernels that were launched are done."""
         self.left = limit
         self._clock, self._settle = clock, settle
 
-    def race(self, subject: str, runs: Runs, share: float = 1.0, in_a_row: int = 1) -> Seconds | None:  # noqa: ARG002
-        """The shortest time of each run, within a share of what is left; None where that is too short for one round.
+    def race(self, runs: Runs, share: float = 1.0, rounds: int = ROUNDS, in_a_row: int = 1) -> Seconds | None:
+        """Returns the shortest time of each run, after a round that warms up; None if time is short for one round.
 
-        `subject` says what is raced. Each turn has `in_a_row` runs, so that they find the caches as they left them.
+        The race takes at most a share of the time that is left. Each turn has `in_a_row` runs: those after the first
+        find the caches as they left them, and pay for no handover.
         """
         began = self._clock()
         end = began + self.left * share
         best: Seconds = {}
-        for number in range(1 + ROUNDS):
+        for number in range(1 + rounds):
             started = self._clock()
             for name, run in runs.items():
                 if self._clock() >= end:
@@ -70,26 +87,56 @@ class Stopwatch:
         return self._clock() - start
 
 
+def race(runs: Runs, rounds: int = ROUNDS, in_a_row: int = 1) -> Seconds:
+    """Returns the shortest time of each run, without a limit."""
+    seconds = Stopwatch().race(runs, rounds=rounds, in_a_row=in_a_row)
+    assert seconds is not None
+    return seconds
+
+
+@contextmanager
+def isolated(place: Place) -> Iterator[None]:
+    """Run real tensors while the code around is traced. The random number generators stay as they are."""
+    with (
+        _disable_current_modes(),
+        torch.no_grad(),
+        torch.autocast(place.kind, enabled=False),
+        torch.random.fork_rng(devices=[place.index] if place.is_cuda else []),
+    ):
+        yield
+
+
+def measured(place: Place, measure: Callable[[], MeasurementT]) -> MeasurementT | None:
+    """Measures in isolation. Returns None if that fails, as it does where one side has no kernel."""
+    with isolated(place):
+        try:
+            return measure()
+        except Exception:
+            return None
+        finally:
+            release_unused()  # the pool holds the memory of the largest call
+
+
 class Results:
-    """Measurements by fingerprint, in a file where one is named. Trouble with the file costs only the time saved."""
+    """Measurements by fingerprint, in a file where one is named. A bad file costs only the time it would save."""
 
     def __init__(self, path: Path | None, context: str, report: Report) -> None:
-        """`context` names what besides the thing measured decides its time: machine, versions, threads."""
+        """`context` names the machine, versions and threads for which measurements hold."""
         self._path, self._context, self._report = path, context, report
         self._entries = self._read()
-        self._new: dict[str, Any] = {}
+        self._new: dict[str, Entry] = {}
 
-    def get(self, *subject: str) -> Any:
-        """What is known of a subject; None if nothing is."""
+    def get(self, *subject: str) -> Entry | None:
+        """Returns the measurement of a subject; None if there is none."""
         return self._entries.get(self._fingerprint(subject))
 
-    def put(self, value: Any, *subject: str) -> None:
-        """Keep what was found; it is on disk after `save`."""
+    def put(self, value: Entry, *subject: str) -> None:
+        """Keep a measurement; `save` writes it to disk."""
         key = self._fingerprint(subject)
         self._entries[key] = self._new[key] = value
 
     def save(self) -> None:
-        """Add what is new to the file, beside what other processes have written there meanwhile."""
+        """Add new measurements to the file, beside those that other processes have written there meanwhile."""
         if self._path is None or not self._new:
             return
         content = json.dumps({"format": FORMAT, "entries": self._read() | self._new}, indent=1)
@@ -100,7 +147,7 @@ class Results:
             self._say(f"cannot write {self._path}: {error.strerror}; nothing is kept")
         self._new = {}
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, Entry]:
         if self._path is None:
             return {}
         try:
@@ -112,20 +159,21 @@ class Results:
             return {}
         except ValueError:
             content = None
-        if not isinstance(content, dict) or content.get("format") != FORMAT or not _is_sound(content.get("entries")):
+        entries = content.get("entries") if isinstance(content, dict) and content.get("format") == FORMAT else None
+        if not _is_sound(entries):
             self._say(f"{self._path} is damaged, or was written by another version; it is made again")
             return {}
-        return dict(content["entries"])
+        return entries
 
     def _fingerprint(self, subject: tuple[str, ...]) -> str:
         return hashlib.sha256("\0".join([self._context, *subject]).encode()).hexdigest()[:32]
 
-    def _say(self, what: str) -> None:
-        self._report.note(f"compute.tuning.results: {what}")
+    def _say(self, problem: str) -> None:
+        self._report.note(f"compute.tuning.results: {problem}")
 
 
-def _is_sound(entries: Any) -> bool:
-    """Whether entries are as `put` leaves them: each has the seconds of what was raced."""
+def _is_sound(entries: object) -> TypeGuard[dict[str, Entry]]:
+    """True if entries are as `put` leaves them: each has the seconds of a race."""
     return isinstance(entries, dict) and all(
         isinstance(entry, dict)
         and isinstance(seconds := entry.get("seconds"), dict)
@@ -136,7 +184,7 @@ def _is_sound(entries: Any) -> bool:
 
 
 def context_of(runtime: Flavor, settings: SessionSettings) -> str:
-    """What measurements hold for."""
+    """Returns the machine, versions and settings for which measurements hold."""
     versions = f"{ort_accel.__version__} {torch.__version__} {runtime.distribution} {runtime.version}"
     threads = f"{settings.threads} threads, {torch.get_num_threads()} of torch"
     return "\n".join([versions, threads, f"optimize {settings.optimize}", settings.place.hardware()])

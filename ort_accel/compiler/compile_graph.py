@@ -11,9 +11,10 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
+from ort_accel.autotune.tuner import Tuner
 from ort_accel.compiler.lowering import Lowering
 from ort_accel.executor.matmul_segment import TwoWays
-from ort_accel.executor.ort_segment import OrtSegment, Results, Twin, build, lie_in_pool, ort_makes_results
+from ort_accel.executor.ort_segment import Fallback, OrtSegment, Results, Twin, build, lie_in_pool, ort_makes_results
 from ort_accel.executor.program import SIZE, Program, Step, mark_last_uses
 from ort_accel.executor.reuse_operands import is_own
 from ort_accel.executor.torch_segment import PyTorchSegment
@@ -21,11 +22,10 @@ from ort_accel.graph.meta_keys import CAST_OF
 from ort_accel.graph.nodes import count_ops, is_part, is_size, is_view, op_name, returned, tensors_of, user_line
 from ort_accel.graph.symbolic_sizes import SizeFunction, SymbolSource, expression
 from ort_accel.operators.flops import flops
-from ort_accel.partition.assign import Refusal, short
-from ort_accel.partition.delay_large_values import keep_apart
-from ort_accel.partition.merge_small_segments import merge_islands
-from ort_accel.partition.segments import Assignment, Body, Cut, assign, body_of, cut
-from ort_accel.partition.split_at_gradients import Gradients, due, split
+from ort_accel.partition.assign import Assignment, Refusal, short
+from ort_accel.partition.placement import Decision, by_rule, place, segments
+from ort_accel.partition.segments import Body, Cut, body_of
+from ort_accel.partition.split_at_gradients import Gradients, due
 from ort_accel.passes.pipeline import Stage, run_passes
 from ort_accel.reporting import Reason, Report, Runner, Segment
 from ort_accel.runtime.crash_journal import EndedBefore
@@ -48,14 +48,12 @@ def lower_graph(
     if lowering.copies and name.startswith("forward"):
         options = replace(options, is_cached_weight=is_lasting)
     run_passes(module.graph, Stage.SEGMENTS, options, lowering.report)
-    with lowering.report.timed("assign operators", name):
-        assignment = _assignment(module.graph, lowering)
+    decisions = _decisions(lowering)
     if lowering.tuner is not None:
-        with lowering.report.timed("tune", name):
-            trial = replace(lowering, sessions=lowering.sessions.without_trace(), failed=_raise)
-            build_trial = partial(_trial, module, trial, name, is_lasting)
-            assignment = lowering.tuner.choose(module, name, assignment, build_trial)
-    cuts = _cuts(module.graph, assignment, lowering, gradients)
+        decisions.append(partial(_tuned, module, lowering, lowering.tuner, name, is_lasting))
+    with lowering.report.timed("assign operators", name):
+        assignment = place(module.graph, decisions)
+    assignment, cuts = segments(module.graph, assignment, lowering.for_speed, gradients)
     with lowering.report.timed("build sessions", name):
         builder = _ProgramBuilder(module, lowering, name, is_lasting, assignment, cuts)
         program = builder.program(gradients)
@@ -68,29 +66,33 @@ def lower_graph(
 def foreseen(module: fx.GraphModule, gradients: Gradients, lowering: Lowering) -> list[Cut]:
     """Returns the segments that a graph would be cut into, without timing anything. The graph is rewritten."""
     run_passes(module.graph, Stage.SEGMENTS, lowering.passes, Report())
-    return _cuts(module.graph, _assignment(module.graph, lowering), lowering, gradients)
+    assignment = place(module.graph, _decisions(lowering))
+    return segments(module.graph, assignment, lowering.for_speed, gradients)[1]
 
 
-def _assignment(graph: fx.Graph, lowering: Lowering) -> Assignment:
-    assignment = assign(graph, lowering.assigner.refusal)
-    return assignment if lowering.estimator is None else lowering.estimator.divided(assignment)
+def _decisions(lowering: Lowering) -> list[Decision]:
+    by_estimate = [] if lowering.estimator is None else [lowering.estimator.decide]
+    return [by_rule(lowering.assigner.refusal), *by_estimate]
 
 
-def _cuts(graph: fx.Graph, assignment: Assignment, lowering: Lowering, gradients: Gradients = ()) -> list[Cut]:
-    cuts = cut(graph, assignment)
-    if lowering.for_speed:
-        merged = merge_islands(cuts)
-        assignment.refusals.update((node, Refusal(Reason.SMALL)) for node in merged.given_up)
-        cuts = merged.cuts
-    cuts = keep_apart(cuts, assignment.free)
-    return split(cuts, graph, assignment.free, gradients) if gradients else cuts
+def _tuned(
+    module: fx.GraphModule,
+    lowering: Lowering,
+    tuner: Tuner,
+    name: str,
+    is_lasting: IsLasting,
+    assignment: Assignment,
+) -> Mapping[fx.Node, Refusal]:
+    with lowering.report.timed("tune", name):
+        trial = replace(lowering, sessions=lowering.sessions.without_trace(), failed=_raise)
+        return tuner.decide(module, name, partial(_trial, module, trial, name, is_lasting), assignment)
 
 
 def _trial(
     module: fx.GraphModule, lowering: Lowering, name: str, is_lasting: IsLasting, assignment: Assignment
 ) -> Program:
     """Returns a program to be timed, which leaves no trace in the report, the cache or the folder of models."""
-    cuts = _cuts(module.graph, assignment, lowering)
+    assignment, cuts = segments(module.graph, assignment, lowering.for_speed)
     return _ProgramBuilder(module, lowering, name, is_lasting, assignment, cuts).program()
 
 
@@ -210,12 +212,10 @@ class _ProgramBuilder:
     def _ort_step(self, index: int, body: Body, outputs: list[fx.Node]) -> Step:
         lowering, record, name = self._lowering, self.records[index], f"{self._name} part {index}"
         model = build(body, outputs, lowering.opset)
-        twin = Twin(body, outputs, self._module)
+        fallback = Fallback(Twin(body, outputs, self._module), lowering.failed)
         in_pool = lie_in_pool(outputs, lowering.pool_from)
         results = ort_makes_results if in_pool else Results(outputs, model.output_orders)
-        segment = OrtSegment(
-            model, lowering.sessions, self._is_lasting, twin, lowering.failed, name, results, record=record
-        )
+        segment = OrtSegment(model, lowering.sessions, self._is_lasting, fallback, name, results, record)
         other = self._onednn_segment(index, body, outputs)
         run = segment if other is None else TwoWays(segment, other, body.nodes, lowering.trim_memory, record)
         return self._numbered(run, segment.inputs, outputs)

@@ -68,7 +68,7 @@ class Lowering:
     def __post_init__(self) -> None:
         self.assigner = Assigner(self.opset, self.sessions, self.unwanted, self.for_speed)
         if self.estimator is not None:
-            self.assigner.estimated = self.estimator.decides
+            self.assigner.estimated = self.estimator.estimates
 
     def change(self, **fields: Any) -> None:
         """Replace some fields for the graphs to come."""

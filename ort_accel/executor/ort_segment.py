@@ -1,4 +1,4 @@
-"""A segment that ONNX Runtime runs: one model, one session."""
+"""Runs a segment in ONNX Runtime: one model, one session."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from traceback import clear_frames
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import onnx_ir as ir
 import torch
 from torch import fx
 
+from ort_accel.executor.program import Inputs, Outputs, Run, Symbols
 from ort_accel.executor.torch_segment import PyTorchSegment
 from ort_accel.graph.memory_layout import Order, order_in_memory, reverse
 from ort_accel.graph.nodes import call, constant_of, is_part, is_size
@@ -31,9 +32,9 @@ from ort_accel.runtime.sessions import Sessions
 
 @dataclass(frozen=True)
 class Model:
-    """The ONNX model of a segment, and how its inputs are filled.
+    """The ONNX model of a segment, with the nodes and sizes that fill its inputs.
 
-    Names in it follow from its structure alone, so that segments that are alike have equal models.
+    Names in the model follow from its structure alone, so that equal segments have equal models.
     """
 
     model: ir.Model
@@ -42,11 +43,11 @@ class Model:
     outputs: list[ir.Value]
     input_orders: list[Order | None]
     output_orders: list[Order | None]
-    """How tensors lie in memory where they are not plain: the model reads and writes them as they lie."""
+    """The order of dimensions in memory of tensors that are not contiguous. The model reads and writes that order."""
 
 
 def build(body: Body, wanted: Sequence[fx.Node], opset: int) -> Model:
-    """Write the nodes of a segment as an ONNX model."""
+    """Builds the ONNX model of a segment's nodes."""
     graph = OnnxGraph(opset)
     inputs = [node for node in body.inputs if not is_size(node)]
     input_orders = [order_in_memory(node.meta["val"]) for node in inputs]
@@ -65,16 +66,16 @@ def build(body: Body, wanted: Sequence[fx.Node], opset: int) -> Model:
         args, kwargs = operands(node, values.__getitem__)
         fakes = node.meta["val"]
         try:
-            results = lower(graph, node.target, args, kwargs, fakes)
+            lowered = lower(graph, node.target, args, kwargs, fakes)
         except Exception as error:
             raise NotLowerable(f"{call(node)}: {error}") from error
         if isinstance(fakes, torch.Tensor):
-            values[node] = Operand(results[0], fakes)
+            values[node] = Operand(lowered[0], fakes)
         else:
-            values[node] = [None if r is None else Operand(r, f) for r, f in zip(results, fakes, strict=True)]
+            values[node] = [None if r is None else Operand(r, f) for r, f in zip(lowered, fakes, strict=True)]
     output_orders = [order_in_memory(node.meta["val"]) for node in wanted]
-    laid = [_as_laid(graph, values[node], order) for node, order in zip(wanted, output_orders, strict=True)]
-    outputs = _own_values(graph, laid)
+    results = [_in_order(graph, values[node], order) for node, order in zip(wanted, output_orders, strict=True)]
+    outputs = _distinct_values(graph, results)
     for value, node, order in zip(outputs, wanted, output_orders, strict=True):
         describe(value, _permuted(node.meta["val"], order))
     model = graph.model(outputs, "segment")
@@ -86,7 +87,7 @@ def _input(graph: OnnxGraph, name: str, fake: torch.Tensor, order: Order | None)
     return given if order is None else Operand(graph.op("Transpose", given, perm=reverse(order)), fake)
 
 
-def _as_laid(graph: OnnxGraph, operand: Operand, order: Order | None) -> ir.Value:
+def _in_order(graph: OnnxGraph, operand: Operand, order: Order | None) -> ir.Value:
     return operand.value if order is None else graph.op("Transpose", operand, perm=order)
 
 
@@ -94,55 +95,60 @@ def _permuted(fake: torch.Tensor, order: Order | None) -> torch.Tensor:
     return fake if order is None else fake.permute(order)
 
 
-def _own_values(graph: OnnxGraph, values: Sequence[ir.Value]) -> list[ir.Value]:
-    """Outputs as values of their own: never an input, a constant, or the same value twice."""
-    own: list[ir.Value] = []
+def _distinct_values(graph: OnnxGraph, values: Sequence[ir.Value]) -> list[ir.Value]:
+    """Returns values for outputs: never an input, a constant, or the same value twice."""
+    distinct: list[ir.Value] = []
     for value in values:
-        is_computed = value.producer() is not None and value not in own
-        own.append(value if is_computed else graph.op("Identity", value))
-    return own
+        is_computed = value.producer() is not None and value not in distinct
+        distinct.append(value if is_computed else graph.op("Identity", value))
+    return distinct
 
 
-def _converter(lasting: bool, order: Order | None) -> Callable[[torch.Tensor], OrtValue]:
-    """Hands a tensor over as it lies in memory; one that usually stays at its place is handed over once."""
-    convert = Bound().value if lasting else to_ort
+def _converter(keeps_address: bool, order: Order | None) -> Callable[[torch.Tensor], OrtValue]:
+    """Returns what hands a tensor over in its order in memory; once, if it usually keeps its address."""
+    convert = Bound().value if keeps_address else to_ort
     return convert if order is None else lambda tensor: convert(tensor.permute(order))
 
 
 class Twin:
-    """The segment as PyTorch runs it, made when it is first needed."""
+    """The same segment in PyTorch, built when it is first needed."""
 
     def __init__(self, body: Body, wanted: Sequence[fx.Node], owner: fx.GraphModule) -> None:
-        self._made = cache(lambda: PyTorchSegment(body, wanted, owner))
+        self._build = cache(lambda: PyTorchSegment(body, wanted, owner))
 
-    def __call__(self, tensors: list[Any], symbols: dict[str, int]) -> Sequence[Any]:
-        """Run with these inputs."""
-        return self._made()(tensors, symbols)
+    def __call__(self, tensors: Inputs, symbols: Symbols) -> Outputs:
+        """Runs with these inputs."""
+        return self._build()(tensors, symbols)
 
-    def __reduce__(self) -> Any:
-        return _as_kept, (self._made().__getstate__(),)
+    def __reduce__(self) -> tuple[Callable[..., PyTorchSegment], tuple[object, ...]]:
+        return _restored, (self._build().__getstate__(),)
 
 
-def _as_kept(state: dict[str, Any]) -> PyTorchSegment:
+def _restored(state: dict[str, object]) -> PyTorchSegment:
     segment = PyTorchSegment.__new__(PyTorchSegment)
     segment.__dict__.update(state)
     return segment
 
 
 def lie_in_pool(results: Iterable[fx.Node], pool_from: float) -> bool:
-    """Whether the results of a segment lie in ONNX Runtime's pool: all of them do, or none."""
+    """True if the results of a segment lie in ONNX Runtime's pool: all of them do, or none."""
     values = [node.meta["val"] for node in results]
     return any(hinted_bytes(value) >= pool_from or not all(map(is_known, value.shape)) for value in values)
 
 
-def ort_makes_results(_: dict[str, int]) -> Sequence[torch.Tensor]:
-    """No tensors for a model to write into: ONNX Runtime makes them."""
+MakeResults: TypeAlias = Callable[[Symbols], Sequence[torch.Tensor]]
+
+
+def ort_makes_results(_: Symbols) -> Sequence[torch.Tensor]:
+    """Returns no tensors, so that ONNX Runtime allocates the results."""
     return ()
 
 
 class Results:
-    """Makes the tensors that a model is to write its results into: memory of the C library, which each of them gives
-    back by itself. What ONNX Runtime's pool hands out keeps its neighbours in the pool."""
+    """Allocates tensors that a model writes its results into, in memory of the C library.
+
+    Each of them frees its memory by itself. A result in ONNX Runtime's pool keeps its neighbours in the pool.
+    """
 
     def __init__(self, wanted: Sequence[fx.Node], orders: Sequence[Order | None]) -> None:
         shapes = [_permuted(node.meta["val"], order).shape for node, order in zip(wanted, orders, strict=True)]
@@ -150,100 +156,111 @@ class Results:
         self._types = [node.meta["val"].dtype for node in wanted]
         self._sizes = SizeFunction(expression(size) for shape in shapes for size in shape)
 
-    def __call__(self, symbols: dict[str, int]) -> list[torch.Tensor]:
-        """As many as the model has results."""
+    def __call__(self, symbols: Symbols) -> list[torch.Tensor]:
+        """Returns one tensor for each result."""
         sizes = iter(self._sizes(symbols))
         shapes = [[next(sizes) for _ in range(rank)] for rank in self._ranks]
         return [unfilled(shape, dtype) for shape, dtype in zip(shapes, self._types, strict=True)]
 
 
+@dataclass(frozen=True)
+class Fallback:
+    """How a segment goes on when ONNX Runtime fails at it."""
+
+    run: Run
+    """Runs the same nodes in PyTorch."""
+    tries_ort_again: Callable[[Exception], bool]
+    """Called after a failure that PyTorch did not share; False keeps the segment in PyTorch."""
+
+
 class OrtSegment:
     """Runs the nodes of a segment in one session; where that fails, PyTorch runs the same nodes.
 
-    A run fails for a bad batch, for which PyTorch then raises what eager mode raises, or for lack of memory or a fault
-    in ONNX Runtime, where PyTorch's result stands and `on_failure` decides whether ONNX Runtime is tried again.
+    1. After a bad batch, PyTorch raises what eager mode raises.
+    2. After a lack of memory or a fault in ONNX Runtime, PyTorch's result stands.
     """
 
     def __init__(
         self,
         model: Model,
         sessions: Sessions,
-        bound: Callable[[fx.Node], bool],
-        twin: Callable[[list[Any], dict[str, int]], Sequence[Any]],
-        on_failure: Callable[[Exception], bool],
+        keeps_address: Callable[[fx.Node], bool],
+        fallback: Fallback,
         name: str,
-        results: Callable[[dict[str, int]], Sequence[torch.Tensor]] = ort_makes_results,
+        results: MakeResults = ort_makes_results,
         record: Segment | None = None,
     ) -> None:
-        """`results` makes what the model writes into. `record` is told who ran the segment."""
+        """`results` allocates the results; `record` notes who ran the segment."""
         self.inputs = model.inputs
         names = [value.name or "" for value in model.model.graph.inputs]
         content = ir.to_proto(model.model).SerializeToString()
         outputs = [value.name or "" for value in model.outputs]
-        self._made_from = sessions, content, names, outputs, name
-        self._given = [(bound(node), order) for node, order in zip(model.inputs, model.input_orders, strict=True)]
-        self._begin()
+        self._session_arguments = sessions, content, names, outputs, name
+        self._given = [
+            (keeps_address(node), order) for node, order in zip(model.inputs, model.input_orders, strict=True)
+        ]
+        self._create_session()
         self._permuted = [
             (position, reverse(order)) for position, order in enumerate(model.output_orders) if order is not None
         ]
         self._sizes = SizeFunction(item for size in model.sizes for item in size.sizes)
         self._size_inputs = model.sizes
-        self._twin, self._on_failure = twin, on_failure
+        self._fallback = fallback
         self._results = results
         self._given_up = False
         self._record = record or Segment(name, Runner.ORT, {})
 
-    def _begin(self) -> None:
-        """Make what belongs to this process."""
-        sessions, *model = self._made_from
+    def _create_session(self) -> None:
+        """Creates what cannot be pickled."""
+        sessions, *model = self._session_arguments
         self._session = sessions.create(*model)
-        self._convert = [_converter(lasting, order) for lasting, order in self._given]
-        self._ready: tuple[tuple[int, ...], list[OrtValue]] = ((), [])
+        self._convert = [_converter(keeps_address, order) for keeps_address, order in self._given]
+        self._size_cache: tuple[tuple[int, ...], list[OrtValue]] = ((), [])
 
-    def __getstate__(self) -> dict[str, Any]:
-        own = ("_session", "_convert", "_ready")
-        return {name: value for name, value in self.__dict__.items() if name not in own} | {"inputs": []}
+    def __getstate__(self) -> dict[str, object]:
+        of_process = ("_session", "_convert", "_size_cache")
+        return {name: value for name, value in self.__dict__.items() if name not in of_process} | {"inputs": []}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self._create_session()
 
-    def __call__(self, tensors: list[Any], symbols: dict[str, int]) -> Sequence[Any]:
-        """Run with these inputs."""
+    def __call__(self, tensors: Inputs, symbols: Symbols) -> Outputs:
+        """Runs with these inputs."""
         if self._given_up:
-            return self._twin(tensors, symbols)
+            return self._fallback.run(tensors, symbols)
         try:
             results = self._by_onnx_runtime(tensors, symbols)
         except Exception as error:
             replacement = self._by_pytorch(error, tensors, symbols)
             self._record.runner = Runner.PYTORCH
-            self._given_up = not self._on_failure(error)
+            self._given_up = not self._fallback.tries_ort_again(error)
             return replacement
         self._record.runner = Runner.ORT
         for position, order in self._permuted:
             results[position] = results[position].permute(order)
         return results
 
-    def _by_onnx_runtime(self, tensors: list[Any], symbols: dict[str, int]) -> list[torch.Tensor]:
+    def _by_onnx_runtime(self, tensors: Inputs, symbols: Symbols) -> list[torch.Tensor]:
         feeds = [convert(tensor) for convert, tensor in zip(self._convert, tensors, strict=True)]
         return self._session(feeds + self._size_values(symbols), self._results(symbols))
 
-    def _by_pytorch(self, error: Exception, tensors: list[Any], symbols: dict[str, int]) -> Sequence[Any]:
-        """What PyTorch makes of a run that failed; it gets the memory that the failed run and the pool hold."""
+    def _by_pytorch(self, error: Exception, tensors: Inputs, symbols: Symbols) -> Outputs:
+        """Runs the segment in PyTorch after a failure, with the memory that the failed run and the pool held."""
         clear_frames(error.__traceback__)
         if is_lack_of_memory(error):
-            with suppress(Exception):  # there may not even be the little memory that this takes
+            with suppress(Exception):  # memory may be too short even for this
                 release_unused()
-        return self._twin(tensors, symbols)
+        return self._fallback.run(tensors, symbols)
 
-    def _size_values(self, symbols: dict[str, int]) -> list[OrtValue]:
-        """The model's size inputs; made anew only when a size has changed."""
+    def _size_values(self, symbols: Symbols) -> list[OrtValue]:
+        """Returns the model's size inputs, made anew only when a size has changed."""
         sizes = self._sizes(symbols)
-        ready = self._ready  # read once: another thread may be running with other sizes
-        if sizes is not ready[0]:
+        cached = self._size_cache  # read once: another thread may be running with other sizes
+        if sizes is not cached[0]:
             remaining = iter(sizes)
             values = [
                 sizes_to_ort([next(remaining) for _ in size.sizes], scalar=size.scalar) for size in self._size_inputs
             ]
-            ready = self._ready = (sizes, values)
-        return ready[1]
+            cached = self._size_cache = (sizes, values)
+        return cached[1]

@@ -1,35 +1,40 @@
-"""A lowered graph, ready to run: segments in order, each reading and writing numbered registers."""
+"""Runs a compiled graph: segments in order, each of which reads and writes numbered registers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import Any, TypeAlias
 
 from ort_accel.graph.symbolic_sizes import SizeFunction, SymbolSource
 from ort_accel.memory.out_of_memory import explain_lack_of_memory
 
-Registers = list[Any]
 Symbols = dict[str, int]
+"""The values of the symbols in sizes."""
+
+Inputs: TypeAlias = list[Any]
+Outputs: TypeAlias = Sequence[Any]
+"""Tensors, and numbers that follow from what tensors hold."""
+
+Run = Callable[[Inputs, Symbols], Outputs]
+"""Runs a segment. It may empty the list of its inputs."""
 
 
 @dataclass
 class Step:
-    """One segment: what it reads, and what it writes."""
+    """One segment, with the registers that it reads and writes."""
 
-    run: Callable[[list[Any], Symbols], Sequence[Any]]
+    run: Run
     inputs: list[int]
     outputs: list[int]
     last_use: list[int] = field(default_factory=list)
-    """What it is the last to read."""
+    """Registers that no later step reads."""
     unread: list[int] = field(default_factory=list)
-    """What it writes and nobody reads."""
+    """Registers that it writes and nobody reads."""
 
 
 class Program:
-    """Callable with a list of inputs, which it empties, so that memory is free as soon as it can be."""
+    """Runs all steps with a list of inputs, which it empties so that memory is freed early."""
 
     def __init__(
         self,
@@ -41,7 +46,7 @@ class Program:
         before_each: Callable[[], None],
     ) -> None:
         """`before_each` is called before each step."""
-        self._boxed_call = True  # AOTAutograd's sign for "takes one list and may empty it"; copied with __dict__
+        self._boxed_call = True  # tells AOTAutograd that the call takes one list and may empty it
         self.steps = steps
         self._registers = registers
         self._symbols = symbols
@@ -49,19 +54,19 @@ class Program:
         self._output_sizes = output_sizes
         self._before_each = before_each
 
-    def __call__(self, args: list[Any]) -> list[Any]:
-        """Run all segments. An output that is a size, not a tensor, is computed from the symbols."""
-        registers: Registers = [*args, *([None] * (self._registers - len(args)))]
+    def __call__(self, args: Inputs) -> list[Any]:
+        """Runs all segments. Outputs that are sizes are computed from the symbols."""
+        registers: list[Any] = [*args, *([None] * (self._registers - len(args)))]
         args.clear()
         symbols: Symbols = {}
         self._symbols.read(registers, symbols)
         for step in self.steps:
             self._before_each()
             tensors = [registers[index] for index in step.inputs]
-            for index in step.last_use:  # before the step, which can then free what it no longer needs
+            for index in step.last_use:  # before the step, so that the step can free its inputs early
                 registers[index] = None
             try:
-                _put(step.run(tensors, symbols), step.outputs, registers)
+                _store(step.run(tensors, symbols), step.outputs, registers)
             except Exception as error:
                 explain_lack_of_memory(error)
                 raise
@@ -73,25 +78,20 @@ class Program:
         ]
 
 
-def _put(results: Sequence[Any], places: Sequence[int], registers: Registers) -> None:
-    """Note results, in a function of its own, so that nothing but the registers holds on to them afterwards."""
-    for index, result in zip(places, results, strict=True):
+def _store(results: Outputs, indices: Sequence[int], registers: list[Any]) -> None:
+    """Stores results. A function of its own leaves no other reference to them."""
+    for index, result in zip(indices, results, strict=True):
         registers[index] = result
 
 
 SIZE = -1
-"""Stands in the list of outputs for a size."""
+"""Index in the list of outputs that stands for a size."""
 
 
 def mark_last_uses(steps: Sequence[Step], kept: set[int]) -> None:
-    """Let each step clear the registers that are read for the last time in it, or never."""
+    """Notes in each step the registers that it is the last to read, or that nobody reads."""
     needed = set(kept)
     for step in reversed(steps):
         step.unread = [index for index in dict.fromkeys(step.outputs) if index not in needed]
         step.last_use = [index for index in dict.fromkeys(step.inputs) if index not in needed]
         needed.update(step.inputs)
-
-
-def as_tensors(results: Any) -> Sequence[torch.Tensor]:
-    """The results of a PyTorch segment as a sequence."""
-    return results if isinstance(results, tuple | list) else (results,)

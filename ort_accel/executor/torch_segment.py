@@ -1,17 +1,18 @@
-"""A segment that PyTorch runs: the same ATen calls as in eager mode."""
+"""Runs a segment in PyTorch: the same ATen calls as in eager mode."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import count, islice
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Target
 
-from ort_accel.executor.reuse_operands import dying_operands, write_over
+from ort_accel.executor.program import Inputs, Outputs, Symbols
+from ort_accel.executor.reuse_operands import reusable_operands, write_over
 from ort_accel.graph.nodes import depends_on_data, is_size
 from ort_accel.graph.symbolic_sizes import SizeFunction, expression, hinted_bytes
 from ort_accel.kernels import index_add
@@ -23,7 +24,7 @@ from ort_accel.passes.fuse_cross_entropy import JOINED, pooled_cross_entropy_gra
 
 aten = torch.ops.aten
 
-OTHERWISE: dict[Any, Any] = {
+REPLACEMENTS: dict[Target, Target] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
     aten._assert_async.msg: check,
@@ -31,18 +32,20 @@ OTHERWISE: dict[Any, Any] = {
     aten.index_put.default: index_add.index_put,
     aten._unsafe_index_put.default: index_add.index_put,
 }
-"""What is called in place of an operator. Tensors from ONNX Runtime are contiguous where eager's may not be, so that a
-plain view can be impossible; and sums at listed rows are faster so."""
+"""Functions that are called in place of operators.
 
-POOLED: dict[Any, Any] = {
+Tensors from ONNX Runtime are contiguous where eager's may not be, so a plain view can be impossible.
+"""
+
+POOLED: dict[Target, Target] = {
     aten.embedding_dense_backward.default: embedding_gradient,
     JOINED: pooled_cross_entropy_gradient,
 }
-"""What has a way of its own to have its results in the memory of ONNX Runtime's pool."""
+"""Functions that give large results in the memory of ONNX Runtime's pool."""
 
 
 class PyTorchSegment:
-    """Runs nodes, together with the views they need, through code that torch.fx generates."""
+    """Runs nodes, with the views that they need, through code that torch.fx generates."""
 
     def __init__(
         self,
@@ -50,29 +53,32 @@ class PyTorchSegment:
         wanted: Sequence[fx.Node],
         owner: fx.GraphModule,
         pooled: bool = False,
-        spent: Collection[fx.Node] | None = None,
-        better: Mapping[fx.Node, Any] = MappingProxyType({}),
+        dead_inputs: Collection[fx.Node] | None = None,
+        node_replacements: Mapping[fx.Node, Callable[..., object]] = MappingProxyType({}),
     ) -> None:
-        """`pooled` says that large results may be in ONNX Runtime's memory; others are placed where PyTorch would leave
-        gaps. `better` has what to call in place of a node's operator. With `spent`, the inputs whose memory nobody
-        needs any more, results are written over those and over what was made here, where nothing else reads it."""
+        """Generates the code of the segment.
+
+        `pooled` allows large results in ONNX Runtime's memory. `node_replacements` has functions that replace nodes.
+        Results are written over `dead_inputs`, whose memory nobody needs afterwards, and over dead values of the
+        segment; with None, over nothing.
+        """
         self.inputs = [node for node in body.inputs if not is_size(node)]
         sizes = [node for node in body.inputs if is_size(node)]
-        replaced = {} if spent is None else dying_operands(body.nodes, wanted, spent)
-        taken = replaced.keys() | better.keys()
-        places = [node for node in body.nodes if node not in taken and _is_placed(node, pooled)]
-        results = [size for node in places for size in node.meta["val"].shape]
-        self._size_values = SizeFunction(map(expression, [*(node.meta["val"] for node in sizes), *results]))
-        replacements = OTHERWISE | POOLED if pooled else OTHERWISE
+        replaced = {} if dead_inputs is None else reusable_operands(body.nodes, wanted, dead_inputs)
+        taken = replaced.keys() | node_replacements.keys()
+        buffered = [node for node in body.nodes if node not in taken and _has_output_buffer(node, pooled)]
+        buffer_sizes = [size for node in buffered for size in node.meta["val"].shape]
+        self._size_values = SizeFunction(map(expression, [*(node.meta["val"] for node in sizes), *buffer_sizes]))
+        target_replacements = REPLACEMENTS | POOLED if pooled else REPLACEMENTS
         graph = fx.Graph()
         given = graph.placeholder("given")
         takes = (graph.call_function(operator.getitem, (given, position)) for position in count())
         copies = dict(zip([*self.inputs, *sizes], takes, strict=False))
-        shapes = {node: tuple(islice(takes, node.meta["val"].ndim)) for node in places}
+        shapes = {node: tuple(islice(takes, node.meta["val"].ndim)) for node in buffered}
         graph.call_method("clear", (given,))
         for node in body.nodes:
             copy = graph.node_copy(node, copies.__getitem__)
-            copy.target = better.get(node) or replacements.get(copy.target, copy.target)
+            copy.target = node_replacements.get(node) or target_replacements.get(copy.target, copy.target)
             if node in replaced:
                 write_over(copy, copies[replaced[node]])
             elif node in shapes:
@@ -82,25 +88,25 @@ class PyTorchSegment:
         graph.output([copies[node] for node in wanted])
         self._module = fx.GraphModule(owner, graph)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"inputs": []}
 
-    def __call__(self, tensors: list[Any], symbols: dict[str, int]) -> Sequence[Any]:
-        """Run with these inputs. The list is emptied, so that a tensor's memory is free after its last use."""
+    def __call__(self, tensors: Inputs, symbols: Symbols) -> Outputs:
+        """Runs with these inputs, and empties their list so that a tensor's memory is free after its last use."""
         given = [*tensors, *self._size_values(symbols)]
         tensors.clear()
-        results: Sequence[Any] = self._module(given)
+        results: Outputs = self._module(given)
         return results
 
 
 def lies_in_pool(node: fx.Node) -> bool:
-    """Whether the result of a node that PyTorch runs lies in ONNX Runtime's pool, where large ones may."""
+    """True if the result of a node that PyTorch runs lies in ONNX Runtime's pool, where large results may."""
     if node.target not in POOLED:
         return is_for_pool(node) and not depends_on_data(node)
     value = node.meta["val"]
     return value.device.type == "cpu" and value.dtype == torch.float32 and hinted_bytes(value) >= LARGE
 
 
-def _is_placed(node: fx.Node, pooled: bool) -> bool:
-    """Whether the result of a node is to be placed, and its sizes are known before anything has run."""
+def _has_output_buffer(node: fx.Node, pooled: bool) -> bool:
+    """True if a node writes into a given buffer, and the buffer's sizes are known before anything has run."""
     return is_placed(node, pooled) and not depends_on_data(node)

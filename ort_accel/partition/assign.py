@@ -1,16 +1,27 @@
-"""Which nodes ONNX Runtime runs, and why it does not run the others."""
+"""Rules that give single nodes to PyTorch, and the assignment that the decisions of `placement.py` fill."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import onnx_ir as ir
 import torch
 from torch import fx
 
-from ort_accel.graph.nodes import CHECKS, depends_on_data, fakes_in, is_random, is_watched, op_name, writes
+from ort_accel.graph.nodes import (
+    CHECKS,
+    depends_on_data,
+    fakes_in,
+    is_part,
+    is_random,
+    is_view,
+    is_watched,
+    op_name,
+    writes,
+)
 from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.kernels.bit_mask import is_of_bits
 from ort_accel.kernels.host_copies import is_move
@@ -19,7 +30,7 @@ from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, Opera
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.operators.facts import facts
 from ort_accel.partition.known_slow_ops import slower
-from ort_accel.reporting import Reason
+from ort_accel.reporting import Reason, Runner
 from ort_accel.runtime.crash_journal import EndedBefore
 from ort_accel.runtime.sessions import Sessions
 
@@ -28,14 +39,38 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why PyTorch runs a node."""
+    """The reason why PyTorch runs a node."""
 
     reason: Reason
     detail: str = ""
 
 
-def operands(node: fx.Node, make: Any) -> tuple[Any, Any]:
-    """The node's arguments for a lowering: tensors made by `make`, sizes as they are."""
+@dataclass
+class Assignment:
+    """The runner of each node of a graph, and why PyTorch runs the nodes that it runs."""
+
+    runner: dict[fx.Node, Runner]
+    refusals: dict[fx.Node, Refusal] = field(default_factory=dict)
+
+    @cached_property
+    def free(self) -> set[fx.Node]:
+        """Views that both runtimes can take. They belong to no segment: each segment repeats those that it needs."""
+        views = {node for node, runner in self.runner.items() if runner is Runner.ORT and is_view(node)}
+        return views | {user for view in views for user in view.users if is_part(user)}
+
+    @property
+    def undecided(self) -> list[fx.Node]:
+        """Nodes that ONNX Runtime runs unless a later decision gives them to PyTorch."""
+        return [node for node, runner in self.runner.items() if runner is Runner.ORT and node not in self.free]
+
+    def with_refusals(self, refusals: Mapping[fx.Node, Refusal]) -> Assignment:
+        """Returns the assignment in which PyTorch runs these nodes, too."""
+        runner = self.runner | dict.fromkeys(refusals, Runner.PYTORCH)
+        return Assignment(runner, {**self.refusals, **refusals})
+
+
+def operands(node: fx.Node, make: Callable[[fx.Node], Any]) -> tuple[Any, Any]:
+    """Returns the node's arguments for a lowering: tensors made by `make`, sizes as they are."""
 
     def convert(argument: fx.Node) -> Any:
         value = argument.meta.get("val")
@@ -46,46 +81,32 @@ def operands(node: fx.Node, make: Any) -> tuple[Any, Any]:
 
 @dataclass
 class Assigner:
-    """Decides node by node, trying each kind of node once in a model of its own."""
+    """Applies the rules for single nodes. A trial model is built once for each operator, dtype and shape."""
 
     opset: int
     sessions: Sessions
     unwanted: frozenset[str] = frozenset()
     for_speed: bool = True
-    """Leave to PyTorch what it runs faster."""
+    """Give PyTorch the operators that are known to be slow in ONNX Runtime."""
     estimated: Callable[[fx.Node], bool] = lambda _: False
-    """Whether a node's time will be estimated, so that known figures do not count."""
-    _tried: dict[Any, Refusal | None] = field(default_factory=dict)
+    """True for a node whose time will be estimated; the list of slow operators does not apply to it."""
+    _tried: dict[tuple[object, ...], Refusal | None] = field(default_factory=dict)
 
     def refusal(self, node: fx.Node) -> Refusal | None:
-        """Why PyTorch must run this node; None if ONNX Runtime can."""
-        target = node.target
-        if depends_on_data(node):
-            return Refusal(Reason.CHECK if target in CHECKS else Reason.DATA_DEPENDENT)
-        if not isinstance(target, torch._ops.OpOverload):
-            return Refusal(Reason.UNSUPPORTED_OP, "not an ATen operator")
-        if by_design := self._by_design(node, target):
-            return by_design
-        if writes(node):
-            return Refusal(Reason.MUTATION)
-        if target not in lowerings():
-            return Refusal(Reason.UNSUPPORTED_OP)
-        if refusal := self._refused_tensor(node):
-            return refusal
-        if any(0 in map(expression, tensor.shape) for tensor in fakes_in(node.meta["val"])):
-            return Refusal(Reason.SMALL, "an empty tensor, for which some kernels give no result")
-        figures = self._figures(node)
-        return Refusal(Reason.SLOWER_ELSEWHERE, figures) if figures else self._trial(node)
+        """Returns why PyTorch must run this node; None if ONNX Runtime can."""
+        rules = (_not_an_operator, self._by_design, self._unsupported, self._known_slow, self._trial)
+        return next(filter(None, (rule(node) for rule in rules)), None)
 
-    def _by_design(self, node: fx.Node, target: torch._ops.OpOverload[..., Any]) -> Refusal | None:
-        """Why a node is PyTorch's, whatever ONNX Runtime can do."""
-        if {str(target), str(target).rpartition(".")[0]} & self.unwanted or is_watched(node):
+    def _by_design(self, node: fx.Node) -> Refusal | None:
+        """Refuses what PyTorch runs whatever ONNX Runtime can do."""
+        name = op_name(node)
+        if {name, name.rpartition(".")[0]} & self.unwanted or is_watched(node):
             return Refusal(Reason.WISH)
         if is_move(node):
             return Refusal(Reason.WISH, "memory.offload")
-        if "scaled_dot_product" in str(target) or "flash_attention" in str(target):
+        if "scaled_dot_product" in name or "flash_attention" in name:
             return Refusal(Reason.ATTENTION)
-        if target in (token_scores, token_scores_backward) or is_of_bits(node):
+        if node.target in (token_scores, token_scores_backward) or is_of_bits(node):
             return Refusal(Reason.ONE_STEP)
         if is_random(node):
             return Refusal(Reason.RANDOM)
@@ -93,45 +114,39 @@ class Assigner:
             return Refusal(Reason.RANDOM, "memory to draw into")
         return None
 
-    def _figures(self, node: fx.Node) -> str | None:
-        if not self.for_speed or self.sessions.settings.place.is_cuda:
-            return None
-        return None if self.estimated(node) else slower(node)
-
-    def _refused_tensor(self, node: fx.Node) -> Refusal | None:
-        inputs = [argument.meta.get("val") for argument in node.all_input_nodes]
-        for tensor in fakes_in(inputs) + fakes_in(node.meta["val"]):
+    def _unsupported(self, node: fx.Node) -> Refusal | None:
+        """Refuses operators without a lowering, and tensors that ONNX Runtime cannot take."""
+        if writes(node):
+            return Refusal(Reason.MUTATION)
+        if node.target not in lowerings():
+            return Refusal(Reason.UNSUPPORTED_OP)
+        results = fakes_in(node.meta["val"])
+        for tensor in fakes_in([argument.meta.get("val") for argument in node.all_input_nodes]) + results:
             if tensor.dtype not in DTYPES:
                 return Refusal(Reason.UNSUPPORTED_DTYPE, str(tensor.dtype))
             if tensor.device.type != self.sessions.settings.place.kind:
                 return Refusal(Reason.ELSEWHERE, f"a tensor on {tensor.device}")
+        if any(0 in map(expression, tensor.shape) for tensor in results):
+            return Refusal(Reason.SMALL, "an empty tensor, for which some kernels give no result")
         return None
 
+    def _known_slow(self, node: fx.Node) -> Refusal | None:
+        if not self.for_speed or self.sessions.settings.place.is_cuda or self.estimated(node):
+            return None
+        figures = slower(node)
+        return Refusal(Reason.SLOWER_ELSEWHERE, figures) if figures else None
+
     def _trial(self, node: fx.Node) -> Refusal | None:
-        key = (node.target, str(operands(node, lambda item: _kind(item.meta["val"]))), str(_kinds(node.meta["val"])))
+        """Refuses a node whose model of one operator ONNX Runtime cannot load."""
+        key = (node.target, str(operands(node, lambda item: _kind(item.meta["val"]))), str(_kind(node.meta["val"])))
         if key not in self._tried:
             self._tried[key] = self._try(node)
         return self._tried[key]
 
     def _try(self, node: fx.Node) -> Refusal | None:
-        graph = OnnxGraph(self.opset)
-        made: dict[fx.Node, Operand] = {}
-
-        def make(argument: fx.Node) -> Operand:
-            if argument not in made:
-                made[argument] = graph.input(f"input_{len(made)}", argument.meta["val"])
-            return made[argument]
-
         try:
-            args, kwargs = operands(node, make)
-            results = lower(graph, node.target, args, kwargs, node.meta["val"])
-            promised = fakes if isinstance(fakes := node.meta["val"], tuple | list) else [fakes]
-            made_values = [(value, fake) for value, fake in zip(results, promised, strict=True) if value is not None]
-            outputs = [graph.op("Identity", value) for value, _ in made_values]
-            for output, (_, fake) in zip(outputs, made_values, strict=True):
-                describe(output, fake)  # a kernel whose result has another type than PyTorch's is refused
-            model = ir.to_proto(graph.model(outputs, "trial")).SerializeToString()
-            self.sessions.try_out(model, f"{op_name(node)} by itself")
+            model = self._model_of(node)
+            self.sessions.try_out(ir.to_proto(model).SerializeToString(), f"{op_name(node)} by itself")
         except Slower as error:
             return Refusal(Reason.SLOWER_ELSEWHERE, str(error))
         except NotLowerable as error:
@@ -142,20 +157,43 @@ class Assigner:
             return Refusal(Reason.UNSUPPORTED_DTYPE, short(error))
         return None
 
+    def _model_of(self, node: fx.Node) -> ir.Model:
+        """Builds a model of this node alone."""
+        graph = OnnxGraph(self.opset)
+        inputs: dict[fx.Node, Operand] = {}
 
-def _kind(fake: Any) -> Any:
-    """What a lowering may decide by: the type, and the sizes that are fixed."""
-    if not isinstance(fake, torch.Tensor):
-        return fake
-    return (fake.dtype, tuple(size if isinstance(size, int) else "n" for size in fake.shape))
+        def make(argument: fx.Node) -> Operand:
+            if argument not in inputs:
+                inputs[argument] = graph.input(f"input_{len(inputs)}", argument.meta["val"])
+            return inputs[argument]
+
+        args, kwargs = operands(node, make)
+        results = lower(graph, node.target, args, kwargs, node.meta["val"])
+        fakes = value if isinstance(value := node.meta["val"], tuple | list) else [value]
+        computed = [(result, fake) for result, fake in zip(results, fakes, strict=True) if result is not None]
+        outputs = [graph.op("Identity", result) for result, _ in computed]
+        for output, (_, fake) in zip(outputs, computed, strict=True):
+            describe(output, fake)  # ONNX Runtime then refuses a kernel whose result has another dtype than PyTorch's
+        return graph.model(outputs, "trial")
 
 
-def _kinds(value: Any) -> Any:
-    return tuple(map(_kind, value)) if isinstance(value, tuple | list) else _kind(value)
+def _not_an_operator(node: fx.Node) -> Refusal | None:
+    if depends_on_data(node):
+        return Refusal(Reason.CHECK if node.target in CHECKS else Reason.DATA_DEPENDENT)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return Refusal(Reason.UNSUPPORTED_OP, "not an ATen operator")
+    return None
+
+
+def _kind(value: object) -> object:
+    """Returns what a lowering may decide by: the dtypes, and the sizes that are fixed."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, tuple(size if isinstance(size, int) else "n" for size in value.shape))
+    return tuple(map(_kind, value)) if isinstance(value, tuple | list) else value
 
 
 def short(error: Exception) -> str:
-    """What an error says, in one line."""
+    """Returns an error's message in one line."""
     text = str(error)
     marker = "Could not find an implementation for "
     if marker in text:

@@ -1,9 +1,9 @@
-"""Cutting a graph into segments: runs of nodes that ONNX Runtime, or PyTorch, executes one after the other."""
+"""Cuts a graph into segments: runs of nodes that ONNX Runtime, or PyTorch, executes one after the other."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -22,13 +22,10 @@ from ort_accel.graph.nodes import (
     writes,
 )
 from ort_accel.kernels.host_copies import is_move
-from ort_accel.partition.assign import Refusal
+from ort_accel.partition.assign import Assignment
 from ort_accel.reporting import Runner
 
-Decide = Callable[[fx.Node], Refusal | None]
-
-OF_NO_ACCOUNT = 1 << 16
-"""So few bytes more or less do not matter."""
+NEGLIGIBLE_BYTES = 1 << 16
 
 
 @dataclass
@@ -39,71 +36,27 @@ class Cut:
     nodes: list[fx.Node]
 
 
-@dataclass
-class Assignment:
-    """For every node of a graph: who runs it, and why not ONNX Runtime."""
-
-    runner: dict[fx.Node, Runner]
-    refusals: dict[fx.Node, Refusal]
-    free: set[fx.Node]
-    """Views that both can run: whoever needs one takes it anew."""
-
-
-def assign(graph: fx.Graph, decide: Decide) -> Assignment:
-    """Decide for every node whose results are read. Sizes are not read of them: they are computed outside."""
-    runner: dict[fx.Node, Runner] = {}
-    refusals: dict[fx.Node, Refusal] = {}
-    free: set[fx.Node] = set()
-    needed = _needed(graph)
-    for node in graph.nodes:
-        if node.op != "call_function" or is_size(node) or node not in needed:
-            continue
-        if is_part(node):
-            if node.args[0] in free:
-                free.add(node)
-            continue
-        refusal = decide(node)
-        if refusal is None:
-            runner[node] = Runner.ORT
-            if is_view(node):
-                free.add(node)
-        else:
-            runner[node], refusals[node] = Runner.PYTORCH, refusal
-    return Assignment(runner, refusals, free)
-
-
-def _needed(graph: fx.Graph) -> set[fx.Node]:
-    """What is computed for the outputs, or does more than to give its results."""
-    needed: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        is_read = not needed.isdisjoint(node.users)
-        if not is_size(node) and (is_read or node.is_impure() or is_random(node) or is_watched(node)):
-            needed.add(node)
-    return needed
-
-
-def has_a_place(node: fx.Node) -> bool:
-    """Whether a node runs where the graph has it, whatever it reads."""
+def keeps_position(node: fx.Node) -> bool:
+    """True if a node runs where the graph has it, whatever it reads."""
     return is_watched(node) or writes(node) or is_move(node) or is_from_data(node)
 
 
-def seen_from(node: fx.Node, free: set[fx.Node]) -> set[fx.Node]:
-    """What a node reads, seen through views: inputs, and what is computed."""
-    return _seen_through(node, lambda item: item in free or is_part(item))
+def values_read(node: fx.Node, free: set[fx.Node]) -> set[fx.Node]:
+    """Returns the inputs and computed values that a node reads, looking through views."""
+    return _read_through(node, lambda item: item in free or is_part(item))
 
 
-def sources(node: fx.Node, free: set[fx.Node]) -> set[fx.Node]:
-    """What must have run before this node, seen through views."""
-    return {item for item in seen_from(node, free) if item.op == "call_function" and not is_size(item)}
+def _computed_values_read(node: fx.Node, free: set[fx.Node]) -> set[fx.Node]:
+    return {item for item in values_read(node, free) if item.op == "call_function" and not is_size(item)}
 
 
-def _seen_through(node: fx.Node, is_clear: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """What a node reads; of what is clear, what that reads."""
+def _read_through(node: fx.Node, is_transparent: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Returns the nodes that a node reads; in place of a transparent node, those that the transparent node reads."""
     found: set[fx.Node] = set()
     pending = list(node.all_input_nodes)
     while pending:
         item = pending.pop()
-        if is_clear(item):
+        if is_transparent(item):
             pending += item.all_input_nodes
         else:
             found.add(item)
@@ -111,156 +64,176 @@ def _seen_through(node: fx.Node, is_clear: Callable[[fx.Node], bool]) -> set[fx.
 
 
 def readers_of(nodes: Iterable[fx.Node], free: set[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
-    """For each of the nodes, those of them that need its results."""
+    """Returns for each of the nodes those of them that need its results."""
     readers: dict[fx.Node, set[fx.Node]] = {node: set() for node in nodes}
     for node in readers:
-        for source in sources(node, free):
+        for source in _computed_values_read(node, free):
             readers[source].add(node)
     return readers
 
 
 def cut(graph: fx.Graph, assignment: Assignment) -> list[Cut]:
-    """Group nodes so that control changes hands as rarely as the data allows.
+    """Groups nodes so that control changes hands as rarely as the data allows.
 
-    Nodes that draw random numbers, write into their inputs or show them to a subscriber keep their order among each
-    other, and a write, or a move to host memory or back, keeps its place among all others. A node that has to stay
-    behind others begins a segment of its own: within one, ONNX Runtime chooses the order. What waits for nothing comes
-    as late as its first reader needs it, where it takes more memory than it was computed from.
+    1. Random draws, writes and watched nodes keep their order among each other.
+    2. A write, or a move to host memory or back, keeps its position among all nodes.
+    3. A node that has to stay behind others begins a segment: within one, ONNX Runtime chooses the order.
+    4. Independent nodes that increase memory run in the last segment that is early enough for their readers.
     """
-    todo = [node for node in graph.nodes if node in assignment.runner and node not in assignment.free]
-    waits = _dependencies(todo, assignment.free)
-    behind = _behind(todo)
+    nodes = [node for node in graph.nodes if node in assignment.runner and node not in assignment.free]
+    order = _Order(nodes, assignment.free)
+    return _Delay(_as_early_as_possible(nodes, assignment.runner, order), order).cuts()
+
+
+class _Order:
+    """The nodes that must run before each node."""
+
+    def __init__(self, nodes: Sequence[fx.Node], free: set[fx.Node]) -> None:
+        self.before = self._dependencies(nodes, free)
+        """Nodes that run in the same segment or an earlier one."""
+        named = {node.name: node for node in nodes}
+        self.segments_before = {
+            node: {named[name] for name in node.meta[RUNS_AFTER] if name in named}
+            for node in nodes
+            if RUNS_AFTER in node.meta
+        }
+        """Nodes that run in an earlier segment."""
+
+    def _dependencies(self, nodes: Sequence[fx.Node], free: set[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+        before: dict[fx.Node, set[fx.Node]] = {}
+        last_ordered: fx.Node | None = None
+        last_fixed: fx.Node | None = None
+        for node in nodes:
+            dependencies = _computed_values_read(node, free) | ({last_fixed} if last_fixed else set())
+            if writes(node) or is_move(node):
+                dependencies.update(before)
+                last_fixed = node
+            if writes(node) or is_random(node) or is_watched(node):
+                if last_ordered is not None:
+                    dependencies.add(last_ordered)
+                last_ordered = node
+            before[node] = dependencies
+        return before
+
+    def allows(self, node: fx.Node, done: set[fx.Node], done_in_segments: frozenset[fx.Node]) -> bool:
+        """True if a node may run now, in a segment that begins behind `done_in_segments`."""
+        return self.before[node] <= done and self.segments_before.get(node, done_in_segments) <= done_in_segments
+
+
+def _as_early_as_possible(nodes: Sequence[fx.Node], runner_of: dict[fx.Node, Runner], order: _Order) -> list[Cut]:
+    """Lets each runner in turn run all nodes that can run."""
     done: set[fx.Node] = set()
     cuts: list[Cut] = []
-    runner, idle = Runner.PYTORCH, 0
-    while todo:
+    runner, idle_turns = Runner.PYTORCH, 0
+    while nodes:
         taken: list[fx.Node] = []
         left: list[fx.Node] = []
-        before = frozenset(done)
-        for node in todo:
-            if assignment.runner[node] is runner and waits[node] <= done and behind.get(node, before) <= before:
+        done_in_segments = frozenset(done)
+        for node in nodes:
+            if runner_of[node] is runner and order.allows(node, done, done_in_segments):
                 taken.append(node)
                 done.add(node)
             else:
                 left.append(node)
         if taken:
             cuts.append(Cut(runner, taken))
-        idle = 0 if taken else idle + 1
-        assert idle < len(Runner), f"waits for what nothing gives: {todo[0].format_node()}"
-        todo = left
+        idle_turns = 0 if taken else idle_turns + 1
+        assert idle_turns < len(Runner), f"waits for what nothing gives: {left[0].format_node()}"
+        nodes = left
         runner = Runner.ORT if runner is Runner.PYTORCH else Runner.PYTORCH
-    return _delayed(cuts, waits, behind)
+    return cuts
 
 
-def _delayed(
-    cuts: Sequence[Cut], waits: dict[fx.Node, set[fx.Node]], behind: Mapping[fx.Node, Collection[fx.Node]]
-) -> list[Cut]:
-    """Let what waits for nothing, and grows on its way, run in the last segment that is early enough.
+class _Delay:
+    """Moves independent nodes that increase memory to the last segment that is early enough for their readers.
 
-    Taken as soon as they could run, the masks of dropout would exist for all layers at once in the forward, and in the
-    backward the factors that they become, four times as large.
+    Run as early as possible, the dropout masks of all layers would exist at once.
     """
-    runner = {node: item.runner for item in cuts for node in item.nodes}
-    place = {node: index for index, item in enumerate(cuts) for node in item.nodes}
-    read = {node: _read(node, waits) for node in waits}
-    readers = Counter(source for sources_ in read.values() for source in sources_)
-    ready = _ready(waits, behind, read, readers)
-    waited_for = set[fx.Node]().union(*waits.values())
-    following = {node for node, grows in ready.items() if not grows and _follows(node, read, readers)} - waited_for
-    latest: dict[fx.Node, int] = {}
-    for node in reversed(waits):
-        if node in following:
-            continue
-        if node in latest and ready.get(node):
-            early_enough = range(latest[node], place[node], -1)
-            place[node] = next((at for at in early_enough if cuts[at].runner is runner[node]), place[node])
-        for source in waits[node]:
-            latest[source] = min(latest.get(source, len(cuts)), place[node])
-        for source in behind.get(node, ()):
-            latest[source] = min(latest.get(source, len(cuts)), place[node] - 1)
-    moved = [Cut(item.runner, []) for item in cuts] + [Cut(one, []) for one in Runner]
-    for node in following:
-        there = max(place[source] for source in waits[node])
-        place[node] = next(at for at, item in enumerate(moved) if at >= there and item.runner is runner[node])
-    for node in waits:
-        moved[place[node]].nodes.append(node)
-    return [item for item in moved if item.nodes]
 
+    def __init__(self, cuts: Sequence[Cut], order: _Order) -> None:
+        self._cuts, self._order = cuts, order
+        self._runner = {node: item.runner for item in cuts for node in item.nodes}
+        self._segment = {node: index for index, item in enumerate(cuts) for node in item.nodes}
+        self._read = {node: self._values_read(node) for node in order.before}
+        self._reader_count = Counter(value for values in self._read.values() for value in values)
+        self._increases_memory = self._independent_nodes()
 
-def _ready(
-    waits: Mapping[fx.Node, set[fx.Node]],
-    behind: Mapping[fx.Node, Collection[fx.Node]],
-    read: Mapping[fx.Node, set[fx.Node]],
-    readers: Mapping[fx.Node, int],
-) -> dict[fx.Node, bool]:
-    """The nodes that wait for nothing, or for such nodes alone, and whether they are as large as what has to be there
-    for them. Where they are not, coming late would keep memory rather than save it."""
-    ready: dict[fx.Node, bool] = {}
-    needed: dict[fx.Node, int] = {}
+    def cuts(self) -> list[Cut]:
+        """Returns the segments after all moves."""
+        nodes = self._order.before
+        others_wait_for = set[fx.Node]().union(*nodes.values())
+        independent = self._increases_memory
+        side_results = {node for node, increases in independent.items() if not increases and self._is_side_result(node)}
+        side_results -= others_wait_for
+        self._delay(side_results)
+        moved = [Cut(item.runner, []) for item in self._cuts] + [Cut(one, []) for one in Runner]
+        for node in side_results:
+            earliest = max(self._segment[source] for source in nodes[node])
+            runner = self._runner[node]
+            self._segment[node] = next(i for i, item in enumerate(moved) if i >= earliest and item.runner is runner)
+        for node in nodes:
+            moved[self._segment[node]].nodes.append(node)
+        return [item for item in moved if item.nodes]
 
-    def bytes_for(source: fx.Node) -> int:
-        """What has to be there for a value that comes late itself, or is there."""
-        if source not in ready:
-            return bytes_made(source)
-        return 0 if is_returned(source) else needed[source] if readers[source] == 1 else bytes_made(source)
+    def _delay(self, side_results: Container[fx.Node]) -> None:
+        latest: dict[fx.Node, int] = {}
+        for node in reversed(self._order.before):
+            if node in side_results:
+                continue
+            segment = self._segment[node]
+            if node in latest and self._increases_memory.get(node):
+                candidates = range(latest[node], segment, -1)
+                segment = next((i for i in candidates if self._cuts[i].runner is self._runner[node]), segment)
+                self._segment[node] = segment
+            for source in self._order.before[node]:
+                latest[source] = min(latest.get(source, segment), segment)
+            for source in self._order.segments_before.get(node, ()):
+                latest[source] = min(latest.get(source, segment), segment - 1)
 
-    for node, sources_ in waits.items():
-        if not has_a_place(node) and node not in behind and all(ready.get(source) for source in sources_):
-            needed[node] = sum(map(bytes_for, read[node]))
-            ready[node] = needed[node] - bytes_made(node) < OF_NO_ACCOUNT
-    return ready
+    def _values_read(self, node: fx.Node) -> set[fx.Node]:
+        computed = self._order.before
+        return _read_through(node, lambda item: item not in computed and (is_view(item) or is_part(item)))
 
+    def _independent_nodes(self) -> dict[fx.Node, bool]:
+        """Returns the nodes that wait for nothing, or for such nodes alone.
 
-def _read(node: fx.Node, computed: Collection[fx.Node]) -> set[fx.Node]:
-    """What a node reads: what was computed, and inputs, both seen through views."""
-    return _seen_through(node, lambda item: item not in computed and (is_view(item) or is_part(item)))
+        The value is True if the result is as large as what has to exist for it. A late run saves memory only then.
+        """
+        independent: dict[fx.Node, bool] = {}
+        needed_bytes: dict[fx.Node, int] = {}
 
+        def bytes_for(value: fx.Node) -> int:
+            """Returns the bytes that have to exist for a value, which may come late itself."""
+            if value not in independent or (self._reader_count[value] > 1 and not is_returned(value)):
+                return bytes_made(value)
+            return 0 if is_returned(value) else needed_bytes[value]
 
-def _follows(node: fx.Node, read: Mapping[fx.Node, set[fx.Node]], readers: Mapping[fx.Node, int]) -> bool:
-    """Whether a node is there for the graph's outputs alone, and all that it reads is there for others, too, as with
-    the bits of a mask: it comes as soon as that is there."""
-    computed = [item for item in read[node] if item in read]
-    return bool(computed) and not readers.get(node) and all(readers[item] > 1 for item in computed)
+        for node, sources in self._order.before.items():
+            is_bound = keeps_position(node) or node in self._order.segments_before
+            if not is_bound and all(independent.get(source) for source in sources):
+                needed_bytes[node] = sum(map(bytes_for, self._read[node]))
+                independent[node] = needed_bytes[node] - bytes_made(node) < NEGLIGIBLE_BYTES
+        return independent
 
+    def _is_side_result(self, node: fx.Node) -> bool:
+        """True if only the graph's outputs need a node, and other nodes also read all that it reads.
 
-def _behind(nodes: Sequence[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
-    """For nodes that are held back: what they stay behind."""
-    named = {node.name: node for node in nodes}
-    return {
-        node: {named[name] for name in node.meta[RUNS_AFTER] if name in named}
-        for node in nodes
-        if RUNS_AFTER in node.meta
-    }
-
-
-def _dependencies(nodes: Sequence[fx.Node], free: set[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
-    waits: dict[fx.Node, set[fx.Node]] = {}
-    ordered: fx.Node | None = None
-    fixed: fx.Node | None = None
-    seen: list[fx.Node] = []
-    for node in nodes:
-        waits[node] = sources(node, free) | ({fixed} if fixed else set())
-        if writes(node) or is_move(node):
-            waits[node].update(seen)
-            fixed = node
-        if writes(node) or is_random(node) or is_watched(node):
-            if ordered is not None:
-                waits[node].add(ordered)
-            ordered = node
-        seen.append(node)
-    return waits
+        The packed bits of a dropout mask are such a node. It runs as soon as the mask is there.
+        """
+        computed = [value for value in self._read[node] if value in self._read]
+        return bool(computed) and not self._reader_count[node] and all(self._reader_count[v] > 1 for v in computed)
 
 
 @dataclass(frozen=True)
 class Body:
-    """What a segment executes, in order, and the values it needs from outside."""
+    """The nodes that a segment executes, in order, and the values that it needs from outside."""
 
     inputs: list[fx.Node]
     nodes: list[fx.Node]
 
 
 def body_of(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node], free: set[fx.Node]) -> Body:
-    """The nodes of a segment together with the views that they, or the values wanted from it, look through."""
+    """Returns the nodes of a segment with the views that they, or the values wanted from it, look through."""
     own = {*nodes, *(part for node in nodes for part in tensors_of(node))}
     inputs: dict[fx.Node, None] = {}
     body: dict[fx.Node, None] = {}

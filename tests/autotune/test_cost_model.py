@@ -1,4 +1,4 @@
-"""Untuned graphs are divided by what a call of each operator took on this machine."""
+"""Untuned graphs are divided by the time of a call of each operator on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import ort_accel
 from ort_accel.autotune import handover_cost
 from ort_accel.autotune.cost_model import Estimator
-from ort_accel.autotune.throughput import CALLS, Machine, Yardstick, has_yardstick
+from ort_accel.autotune.throughput import CALLS, KernelTimes, Machine, is_timed
 from ort_accel.compiler.compile_graph import Lowering, foreseen, lower_graph
 from ort_accel.lowering.onnx_graph import OnnxGraph
 from ort_accel.operators.powers import SHORT_EXPONENTS
@@ -29,14 +29,14 @@ AMOUNT = 1 << 20
 
 @dataclass(frozen=True)
 class Known(Machine):
-    """A machine whose yardsticks are given: milliseconds on either side for 2 ** 20 elements, or operations."""
+    """A machine whose times are given: milliseconds on either side for 2 ** 20 elements, or operations."""
 
     figures: dict = field(default_factory=dict, hash=False)
     price: float | None = 1e-6
 
-    def yardstick(self, target):
+    def kernel_times(self, target):
         figures = self.figures.get(str(target).split(".")[1])
-        return Yardstick(figures[0] / 1e3, figures[1] / 1e3, AMOUNT) if figures else None
+        return KernelTimes(figures[0] / 1e3, figures[1] / 1e3, AMOUNT) if figures else None
 
 
 class Lowered:
@@ -65,19 +65,19 @@ LARGE = torch.randn(1024, 256), torch.randn(256, 256) / 16
 SMALL = torch.randn(16, 256), torch.randn(256, 256) / 16
 
 
-def test_what_pytorch_runs_faster_runs_there():
+def test_nodes_that_pytorch_runs_faster_run_there():
     lowered = Lowered(layers, *LARGE, gelu=(4.0, 1.0), mm=(0.01, 0.02))
     assert lowered.in_pytorch() == {"gelu"}
     [fallback] = lowered.report.fallbacks
     assert (fallback.count, fallback.detail) == (4, "about 0.25 ms in PyTorch, 1 ms in ONNX Runtime")
 
 
-def test_what_is_about_as_fast_stays():
+def test_nodes_that_are_about_as_fast_stay():
     assert Lowered(layers, *LARGE, gelu=(1.0, 0.95), mm=(1.0, 0.95)).in_pytorch() == set()
     assert Lowered(layers, *LARGE, gelu=(1.0, 3.0), mm=(1.0, 3.0)).in_pytorch() == set()
 
 
-def test_products_that_take_as_long_go_where_other_work_goes():
+def test_equally_fast_products_go_where_other_nodes_go():
     lowered = Lowered(layers, *LARGE, gelu=(4.0, 1.0), mm=(0.01, 0.0105))
     assert lowered.in_pytorch() == {"gelu", "mm"}
     details = {item.op: item.detail for item in lowered.report.fallbacks}
@@ -86,18 +86,18 @@ def test_products_that_take_as_long_go_where_other_work_goes():
     assert Lowered(layers, *LARGE, gelu=(4.0, 1.0), mm=(0.01, 0.012)).in_pytorch() == {"gelu"}
 
 
-def test_a_gain_that_handing_over_eats_up_is_none():
+def test_a_gain_smaller_than_the_handover_moves_nothing():
     assert Lowered(layers, *LARGE, price=1.0, gelu=(4.0, 1.0), mm=(0.001, 0.1)).in_pytorch() == set()
 
 
-def test_what_lies_between_moves_too_and_is_not_called_slower():
+def test_nodes_between_moved_ones_move_and_are_not_called_slower():
     lowered = Lowered(layers, *LARGE, price=0.2e-3, gelu=(1.0, 1.0), mm=(1.0, 0.1))
     assert lowered.in_pytorch() == {"mm"}
     assert lowered.in_pytorch(Reason.SMALL) == {"gelu"}
     assert {item.runner for item in lowered.report.segments} == {Runner.PYTORCH}
 
 
-def test_small_tensors_and_operators_without_a_yardstick_are_left_alone():
+def test_small_tensors_and_operators_that_are_not_timed_are_left_alone():
     assert Lowered(layers, *SMALL, gelu=(4.0, 1.0)).report.fallbacks == []
     assert Lowered(layers, *LARGE).report.fallbacks == []
 
@@ -134,17 +134,17 @@ def test_plans_for_memory_foresee_the_same_segments():
 
 
 @pytest.mark.parametrize("target", list(CALLS), ids=str)
-def test_every_yardstick_can_be_measured_here(target):
-    found = Machine(SETTINGS, OPSET).yardstick(target)
+def test_every_operator_in_the_list_can_be_timed_here(target):
+    found = Machine(SETTINGS, OPSET).kernel_times(target)
     assert found.ort > 0
     assert found.pytorch > 0
-    assert Machine(SETTINGS, OPSET).yardstick(target) is found
+    assert Machine(SETTINGS, OPSET).kernel_times(target) is found
 
 
 def test_measuring_draws_no_random_numbers():
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    Machine(SessionSettings(threads=1, log_severity=4), OPSET - 1).yardstick(aten.add.Tensor)
+    Machine(SessionSettings(threads=1, log_severity=4), OPSET - 1).kernel_times(aten.add.Tensor)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -153,17 +153,17 @@ def test_it_does_not_matter_what_new_tensors_are_by_default():
     try:
         torch.set_default_dtype(torch.float64)
         with torch.device("meta"), torch.inference_mode():
-            found = machine.yardstick(aten.mul.Tensor)
+            found = machine.kernel_times(aten.mul.Tensor)
     finally:
         torch.set_default_dtype(torch.float32)
     assert machine.price > 0
     assert 0 < found.pytorch < 1
 
 
-def test_changing_hands_takes_as_long_as_onnxruntime_by_itself_at_least():
+def test_a_handover_costs_at_least_what_onnxruntime_takes_alone():
     quiet = {handover_cost.WORK: 1.0, handover_cost.BOTH: 1.5, handover_cost.ORT: 0.1, handover_cost.PYTORCH: 0.01}
-    assert handover_cost.handover(quiet).price == 0.25
-    assert handover_cost.handover(quiet | {handover_cost.WORK: 2.0}).price == 0.05
+    assert handover_cost.Handover.of(quiet).price == 0.25
+    assert handover_cost.Handover.of(quiet | {handover_cost.WORK: 2.0}).price == 0.05
 
 
 def test_where_nothing_can_be_measured_nothing_moves():
@@ -172,9 +172,9 @@ def test_where_nothing_can_be_measured_nothing_moves():
 
 def test_products_with_a_bias_take_as_long_as_those_without():
     machine = Machine(SETTINGS, OPSET)
-    assert machine.yardstick(aten.addmm.default) is machine.yardstick(aten.mm.default)
-    assert not has_yardstick(aten.cumsum.default)
-    assert machine.yardstick(aten.cumsum.default) is None
+    assert machine.kernel_times(aten.addmm.default) is machine.kernel_times(aten.mm.default)
+    assert not is_timed(aten.cumsum.default)
+    assert machine.kernel_times(aten.cumsum.default) is None
 
 
 @pytest.mark.parametrize("placement", ["auto", "fixed", "onnxruntime"])
@@ -199,13 +199,13 @@ def test_steps_equal_eagers_wherever_they_run(placement):
     [{"engine": {"deterministic": True}}, {"memory": {"level": 1}}, {"memory": {"early_gradient_release": True}}],
     ids=str,
 )
-def test_where_bits_must_not_differ_nothing_is_measured(wish):
+def test_nothing_is_measured_where_bits_must_not_differ(wish):
     _, ours = pair(nn.Linear(4, 4), wish)
     ours(torch.randn(2, 4))
     assert "other machines" in ort_accel.report(ours).features["compute.placement"].effect
 
 
-def test_what_stands_between_16_bit_products_goes_to_pytorch_with_them():
+def test_nodes_between_16_bit_products_go_to_pytorch_with_them():
     halves = [item.bfloat16() for item in LARGE]
 
     def between(x, y):

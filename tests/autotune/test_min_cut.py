@@ -1,4 +1,4 @@
-"""No division of a graph costs less than the one that is found."""
+"""The division that is found costs least."""
 
 import math
 import random
@@ -10,7 +10,7 @@ from ort_accel.autotune.min_cut import Costs, cheapest
 
 
 def total(costs, readers, price, in_pytorch):
-    """What a division costs, written down as it is meant."""
+    """Returns the cost of a division by its definition."""
     own = sum(cost.pytorch if node in in_pytorch else cost.ort for node, cost in costs.items())
     handed_over = [
         node for node in readers if any((other in in_pytorch) != (node in in_pytorch) for other in readers[node])

@@ -1,4 +1,4 @@
-"""Inputs that are made up to measure with are as a batch could have them."""
+"""Synthetic inputs could come from a batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from ort_accel.autotune.synthetic_inputs import made_up_inputs
+from ort_accel.autotune.synthetic_inputs import synthetic_inputs
 from ort_accel.kernels.attention_packed import FULL
 from ort_accel.kernels.packed_rows import own
 
@@ -41,7 +41,7 @@ def test_rows_places_and_spans_fit_each_other(count):
     graph.call_function(own.rows_of.default, (nodes["source"], nodes["rows"], nodes["places"]))
     attention = [nodes["heads"]] * 3 + [nodes["spans"], nodes["rows"], nodes["rows"], None, nodes["kept"], 0.9, None]
     graph.call_function(own.scaled_dot_product_of_rows.default, tuple(attention))
-    made = dict(zip(nodes, made_up_inputs(list(nodes.values())), strict=True))
+    made = dict(zip(nodes, synthetic_inputs(list(nodes.values())), strict=True))
 
     rows, places, spans = made["rows"].tolist(), made["places"].tolist(), made["spans"].tolist()
     assert sorted(set(rows)) == rows
@@ -56,15 +56,15 @@ def test_rows_places_and_spans_fit_each_other(count):
 def test_rows_without_attention_are_the_first_ones():
     graph, nodes = graph_of(source=torch.empty(5, 4), rows=numbers(2), places=numbers(5))
     graph.call_function(own.rows_of.default, tuple(nodes.values()))
-    _, rows, places = made_up_inputs(list(nodes.values()))
+    _, rows, places = synthetic_inputs(list(nodes.values()))
     assert rows.tolist() == [0, 1]
     assert places.tolist() == [0, 1, -1, -1, -1]
 
 
-def test_what_says_nothing_of_rows_is_small_numbers_of_the_same_form():
+def test_other_inputs_are_small_numbers_of_the_same_shape_and_dtype():
     flags = torch.zeros(2, dtype=torch.bool)
     _, nodes = graph_of(matrix=torch.empty(3, 4).t(), numbers=numbers(3), flags=flags, size=7)
-    matrix, integers, flags, size = made_up_inputs(list(nodes.values()))
+    matrix, integers, flags, size = synthetic_inputs(list(nodes.values()))
     assert (matrix.shape, matrix.stride()) == ((4, 3), (1, 4))
     assert 0 < matrix.abs().max() <= 0.1
     assert integers.tolist() == [0, 0, 0]

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import ort_accel
 from ort_accel.autotune import time_attention
 from ort_accel.autotune.throughput import Machine
-from ort_accel.autotune.time_attention import LargeByProducts, _least
+from ort_accel.autotune.time_attention import AttentionBySize, _min_pairs
 from ort_accel.kernels.attention_dense import PYTORCH, How
 from ort_accel.kernels.attention_matmul import AttentionProducts
 from ort_accel.runtime.session import SessionSettings
@@ -48,7 +48,7 @@ class Noted(AttentionProducts):
 def products(monkeypatch):
     """Let products be the faster ones for any size."""
     noted = Noted()
-    kernels = LargeByProducts(noted, 0)
+    kernels = AttentionBySize(noted, 0)
     monkeypatch.setattr(time_attention, "_measured", lambda *_: kernels)
     return noted
 
@@ -97,7 +97,7 @@ def test_a_dropout_at_which_products_fail_is_pytorchs(failing, products):
 
 
 def test_a_dropout_of_few_weights_is_pytorchs(products, monkeypatch):
-    monkeypatch.setattr(time_attention, "_measured", lambda *_: LargeByProducts(products, 10**6))
+    monkeypatch.setattr(time_attention, "_measured", lambda *_: AttentionBySize(products, 10**6))
     assert_padded_steps_as_eager(0.3)
     assert products.asked == []
 
@@ -129,7 +129,7 @@ def test_pytorchs_kernel_stays_where_bits_must_repeat_or_it_was_asked_for(config
 @pytest.mark.parametrize("failing", [("forward",), ("backward",), ("forward", "backward")], ids=str)
 def test_pytorchs_kernel_takes_over_where_products_fail(failing, caplog):
     noted = Noted(*failing)
-    kernels = LargeByProducts(noted, 0)
+    kernels = AttentionBySize(noted, 0)
     given = [torch.randn(2, 3, 5, 8) for _ in range(3)]
     grad = torch.randn(2, 3, 5, 8)
     for _ in range(2):
@@ -157,7 +157,7 @@ def test_pytorchs_kernel_takes_over_where_products_fail(failing, caplog):
 def test_small_attention_and_what_products_cannot_stays_pytorchs(queries, how):
     noted = Noted()
     given = queries, queries.clone(), queries.clone()
-    found = LargeByProducts(noted, 2 * 3 * 5 * 5).forward(given, how)
+    found = AttentionBySize(noted, 2 * 3 * 5 * 5).forward(given, how)
     torch.testing.assert_close(found, PYTORCH.forward(given, how))
     assert noted.asked == []
 
@@ -168,7 +168,7 @@ def test_small_attention_and_what_products_cannot_stays_pytorchs(queries, how):
     ids=["for many", "always", "never", "for few alone"],
 )
 def test_products_take_what_they_save_time_on(saved, least):
-    assert _least((100, 1000), saved) == least
+    assert _min_pairs((100, 1000), saved) == least
 
 
 def test_the_machine_is_asked_once():

@@ -13,8 +13,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import ort_accel
 from ort_accel.autotune import time_matmuls
 from ort_accel.autotune.cost_model import Estimator
-from ort_accel.autotune.throughput import Machine, Yardstick, has_yardstick
-from ort_accel.autotune.time_matmuls import ENOUGH, LARGE, Products, Times
+from ort_accel.autotune.throughput import KernelTimes, Machine, is_timed
+from ort_accel.autotune.time_matmuls import LARGE_FLOPS, MAX_TIMED_FLOPS, MatmulTimes, Products
 from ort_accel.compiler.compile_graph import Lowering, lower_graph
 from ort_accel.kernels import onednn_matmul
 from ort_accel.kernels.onednn_matmul import AGAIN
@@ -50,15 +50,15 @@ def known(monkeypatch):
     """Let every large product take the times that are put here, in milliseconds. Everything else is equally fast on
     either side, however busy this machine is."""
     times = {"ort": 1.0, "pytorch": 1.0, "onednn": 1.0}
-    equal = Yardstick(0.1 * MILLI, 0.1 * MILLI, 1 << 20)
+    equal = KernelTimes(0.1 * MILLI, 0.1 * MILLI, 1 << 20)
 
     def found(_, node):
         ort, pytorch, ours = (None if one is None else one * MILLI for one in times.values())
-        return Times(ort, pytorch, ours, flops(node))
+        return MatmulTimes(ort, pytorch, ours, flops(node))
 
     monkeypatch.setattr(time_matmuls, "_measured", found)
     monkeypatch.setattr(time_matmuls, "_KNOWN", {})
-    monkeypatch.setattr(Machine, "yardstick", lambda _, target: equal if has_yardstick(target) else None)
+    monkeypatch.setattr(Machine, "kernel_times", lambda _, target: equal if is_timed(target) else None)
     monkeypatch.setattr(Machine, "price", 0.02 * MILLI)
     return times
 
@@ -74,7 +74,7 @@ def known(monkeypatch):
 def test_a_large_product_is_timed_on_all_sides(monkeypatch, operands, target):
     monkeypatch.setattr(time_matmuls, "_KNOWN", {})
     node = node_of(*fakes(*operands), target=target)
-    assert flops(node) >= LARGE
+    assert flops(node) >= LARGE_FLOPS
     found = Products(MACHINE, Report())._times(node)
     assert found is not None
     assert min(found.ort, found.pytorch, found.onednn) > 0
@@ -96,7 +96,7 @@ def test_measuring_leaves_no_memory_behind_not_even_in_cycles():
         gc.enable()
 
 
-def test_a_small_one_is_not():
+def test_a_small_product_is_not_timed():
     assert Products(MACHINE, Report())._times(node_of(*fakes((64, 64), (64, 64)))) is None
 
 
@@ -111,10 +111,10 @@ def test_equal_products_are_timed_once(monkeypatch):
 
 
 @pytest.mark.parametrize("shapes", [((2048, 768), (768, 50257)), ((4096, 4096), (4096, 4096))], ids=str)
-def test_of_a_huge_product_a_part_is_timed(shapes):
+def test_a_part_of_a_huge_product_is_timed(shapes):
     operands = time_matmuls._operands(node_of(*fakes(*shapes)))
     made = node_of(*operands)
-    assert ENOUGH / 8 < flops(made) <= ENOUGH
+    assert MAX_TIMED_FLOPS / 8 < flops(made) <= MAX_TIMED_FLOPS
     assert max(operand.numel() for operand in operands) <= 1 << 24
 
 
@@ -125,7 +125,7 @@ def test_the_part_lies_in_memory_as_the_product_does():
     assert one.shape[1] == other.shape[0]
 
 
-def test_a_library_that_gives_something_else_is_left_alone(monkeypatch):
+def test_a_library_with_another_result_is_not_used(monkeypatch):
     monkeypatch.setattr(time_matmuls, "_KNOWN", {})
     monkeypatch.setattr(time_matmuls, "product", lambda *operands: aten.mm.default(*operands) * 1.01)
     found = Products(MACHINE, Report())._times(node_of(*fakes((1024, 512), (512, 256))))
@@ -140,18 +140,18 @@ def test_a_library_that_gives_something_else_is_left_alone(monkeypatch):
     ids=str,
 )
 def test_onednn_has_to_save_something(times, prefers):
-    assert Times(*times, amount=1).prefers_onednn is prefers
+    assert MatmulTimes(*times, amount=1).prefers_onednn is prefers
 
 
 def test_onednn_counts_for_pytorch_where_sizes_are_fixed(known):
     known.update(ort=2.5, pytorch=3.0, onednn=2.0)
     timed = Products(MACHINE, Report())
     fixed = node_of(*fakes((1024, 512), (512, 256)))
-    assert timed.yardstick(fixed).pytorch == pytest.approx(2 * MILLI)
+    assert timed.kernel_times(fixed).pytorch == pytest.approx(2 * MILLI)
     mode = torch._subclasses.FakeTensorMode(shape_env=ShapeEnv())
     rows = mode.from_tensor(torch.empty(1024, 512))
     [right] = fakes((512, 256), mode=mode)
-    assert timed.yardstick(node_of(rows, right)).pytorch == pytest.approx(3 * MILLI)
+    assert timed.kernel_times(node_of(rows, right)).pytorch == pytest.approx(3 * MILLI)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_onednn_counts_for_pytorch_where_sizes_are_fixed(known):
 )
 def test_onnx_runtime_has_to_be_clearly_faster_to_count_as_faster(known, ort, counts):
     known.update(ort=ort, pytorch=3.0, onednn=None)
-    found = Products(MACHINE, Report()).yardstick(node_of(*fakes((1024, 512), (512, 256))))
+    found = Products(MACHINE, Report()).kernel_times(node_of(*fakes((1024, 512), (512, 256))))
     assert (found.ort, found.pytorch) == pytest.approx((counts * MILLI, 3 * MILLI))
 
 
@@ -188,7 +188,7 @@ def test_products_in_pytorch_are_onednns_and_right(known, monkeypatch):
     assert report.counters["products by oneDNN, where sizes come again"] == 3
 
 
-def test_what_onnx_runtime_multiplies_faster_stays_there(known):
+def test_products_that_onnx_runtime_runs_faster_stay_there(known):
     known.update(ort=1.0, pytorch=3.0, onednn=2.0)
     _, report = lowered(lambda x, y: x.mm(y), torch.randn(1024, 512), torch.randn(512, 512))
     assert report.fallbacks == []
@@ -216,7 +216,7 @@ def test_steps_are_eagers_before_and_behind_the_change_to_onednn(known, dynamic)
 
 @pytest.fixture
 def taken_over(monkeypatch):
-    """What oneDNN multiplies in place of ONNX Runtime."""
+    """The products that oneDNN multiplies in place of ONNX Runtime."""
     asked = []
     product = time_matmuls.product
     monkeypatch.setattr(time_matmuls, "product", lambda *operands: asked.append(operands) or product(*operands))
@@ -236,7 +236,7 @@ def test_onednn_takes_over_from_onnx_runtime_for_sizes_that_come_again(known, ta
     assert multiplied > 0
 
 
-def test_what_onnx_runtime_multiplies_faster_is_not_taken_over(known, taken_over):
+def test_onednn_does_not_take_over_faster_products_of_onnx_runtime(known, taken_over):
     known.update(ort=1.0, pytorch=5.0, onednn=2.0)
     eager, ours = pair(Wide().train(), {"engine": {"dynamic_shapes": True}})
     for step in range(AGAIN + 1):

@@ -1,4 +1,4 @@
-"""Results of PyTorch's operators take the place of operands that nobody needs any more, and of no others."""
+"""Results of PyTorch's operators are written over dead operands, and over no others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import ort_accel
 from ort_accel.compiler.compile_graph import Lowering, lower_graph
 from ort_accel.executor import torch_segment
-from ort_accel.executor.reuse_operands import dying_operands
+from ort_accel.executor.reuse_operands import reusable_operands
 from ort_accel.executor.torch_segment import PyTorchSegment
 from ort_accel.graph.nodes import is_view
 from ort_accel.partition.segments import Body
@@ -55,12 +55,12 @@ KEPT: dict[str, Function] = {
 
 
 def segment(function: Function) -> tuple[PyTorchSegment, dict[fx.Node, fx.Node]]:
-    """A function as a segment, and what is replaced in it."""
+    """Returns a function as a segment, and the operands that results are written over."""
     module = make_fx(function, tracing_mode="fake")(*inputs())
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
     wanted = list(module.graph.output_node().args[0])
     body = Body(module.graph.find_nodes(op="placeholder"), nodes)
-    return PyTorchSegment(body, wanted, module, pooled=True, spent=()), dying_operands(nodes, wanted)
+    return PyTorchSegment(body, wanted, module, pooled=True, dead_inputs=()), reusable_operands(nodes, wanted)
 
 
 def inputs() -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def check(function: Function) -> list[str]:
-    """What it gives is what it gave, and its inputs are left alone; returns what writes into an operand."""
+    """Checks results and inputs of a segment. Returns the operators that write into an operand."""
     run, replaced = segment(function)
     for _ in range(2):
         given = inputs()
@@ -132,14 +132,14 @@ def test_what_another_segment_made_is_replaced_when_nobody_needs_it(
     found: list[tuple[str, str]] = []
 
     def watched(*args: Any) -> dict[fx.Node, fx.Node]:
-        replaced = dying_operands(*args)
+        replaced = reusable_operands(*args)
         for node, operand in replaced.items():
             while is_view(operand):
                 operand = operand.all_input_nodes[0]
             found.append((operator_of(node), operator_of(operand)))
         return replaced
 
-    monkeypatch.setattr(torch_segment, "dying_operands", watched)
+    monkeypatch.setattr(torch_segment, "reusable_operands", watched)
     module = make_fx(lambda *given: list(case.function(*given)), tracing_mode="fake")(*inputs())
     unwanted = frozenset(f"aten.{name}" for name in case.pytorch)
     lowering = Lowering(Sessions(SessionSettings(threads=1)), 20, Report(), unwanted=unwanted, for_speed=False)

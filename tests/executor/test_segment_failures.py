@@ -1,4 +1,4 @@
-"""What fails while a graph is compiled is named, with its place in the model's code, and PyTorch runs it."""
+"""A failure while a graph is compiled is reported with the line of the model's code, and PyTorch runs the segment."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def no_sessions(monkeypatch):
 
 @pytest.fixture
 def no_tanh(monkeypatch):
-    """The node is fine when it is tried, and fails when its segment is written."""
+    """Let a node pass its trial, and fail when its segment is built."""
     true_lower = ort_segment.lower
 
     def lower(graph, target, *rest):

@@ -1,4 +1,4 @@
-"""Large values of a backward are made late and let go early; graphs that compute nothing again stay as they are."""
+"""Large values of a backward are made late and freed early; graphs without recomputation stay as they are."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ort_accel.cli.benchmark.workload import Workload, batch_of, build
 from ort_accel.graph.meta_keys import OUTLIVES_GRAPH, RUNS_AFTER
 from ort_accel.partition import delay_large_values
 from ort_accel.partition.assign import Refusal
-from ort_accel.partition.delay_large_values import keep_apart
-from ort_accel.partition.segments import assign, cut
+from ort_accel.partition.placement import by_rule, place
+from ort_accel.partition.segments import cut
 from ort_accel.reporting import GraphMemory, Reason
 from tests.partition.test_segments import graph_of
 from tests.recompute.models import ALIKE, ALL_ROWS, NAMES, assert_same_bits, one_step, plain, recorded
@@ -21,40 +21,41 @@ from tests.recompute.models import ALIKE, ALL_ROWS, NAMES, assert_same_bits, one
 aten = torch.ops.aten
 
 IN_PYTORCH = {aten.cos.default, aten.tanh.default}
-AGAIN = aten.exp.default
-"""Stands for what is computed again: it waits for another segment."""
+RECOMPUTED = aten.exp.default
+"""The operator that is recomputed in these graphs: it waits for another segment."""
 
 X, WEIGHT = torch.ones(1 << 9, 1 << 9), torch.ones(1 << 9, 1 << 9)
 SMALL = torch.ones(2, 2)
 
 
-def cuts_of(function, *inputs, is_again=True):
-    """The names of the operators in each cut, before and after."""
+def cuts_of(function, *inputs, is_recomputed=True):
+    """Returns the names of the operators in each segment, before and after."""
     graph = graph_of(function, *inputs)
     for node in graph.nodes:
         if node.op == "placeholder":
             node.meta[OUTLIVES_GRAPH] = True
-        if is_again and node.target is AGAIN:
+        if is_recomputed and node.target is RECOMPUTED:
             node.meta[RUNS_AFTER] = tuple(item.name for item in graph.nodes if item.target is aten.cos.default)
-    assignment = assign(graph, lambda node: Refusal(Reason.WISH) if node.target in IN_PYTORCH else None)
+    decide = by_rule(lambda node: Refusal(Reason.WISH) if node.target in IN_PYTORCH else None)
+    assignment = place(graph, [decide])
     before = cut(graph, assignment)
-    after = keep_apart(before, assignment.free)
+    after = delay_large_values.delay_large_values(before, assignment.free)
     return [[[node.name for node in item.nodes] for item in cuts] for cuts in (before, after)]
 
 
 def waiting(x, weight):
-    """A large product that is read when something has been computed again."""
+    """A large product that is read after a recomputation."""
     given = x.tanh()
     return (given @ weight) * given.cos().exp().tanh() + given
 
 
-def test_what_is_large_is_made_right_before_it_is_read():
+def test_a_large_value_is_computed_right_before_its_reader():
     before, after = cuts_of(waiting, X, WEIGHT)
     assert before == [["tanh", "cos"], ["mm", "exp"], ["tanh_1"], ["mul", "add"]]
     assert after == [["tanh", "cos"], ["exp"], ["tanh_1"], ["mm"], ["mul"], ["add"]]
 
 
-def test_what_would_be_kept_longer_for_it_does_not_wait():
+def test_a_value_whose_inputs_would_live_longer_does_not_wait():
     def not_read_later(x, weight):
         given = x.tanh()
         return (given @ weight) * given.cos().exp().tanh()
@@ -63,7 +64,7 @@ def test_what_would_be_kept_longer_for_it_does_not_wait():
     assert before == after == [["tanh", "cos"], ["mm", "exp"], ["tanh_1"], ["mul"]]
 
 
-def test_nothing_waits_past_a_write():
+def test_no_value_waits_past_a_write():
     def written(x, weight):
         given = x.tanh()
         early, again = given @ weight, given.cos().exp()
@@ -74,14 +75,16 @@ def test_nothing_waits_past_a_write():
     assert after[:3] == before[:3] == [["tanh", "cos"], ["mm", "exp", "copy_"], ["tanh_1"]]
 
 
-@pytest.mark.parametrize(("inputs", "is_again"), [((SMALL, SMALL), True), ((X, WEIGHT), False)], ids=["small", "kept"])
-def test_nothing_else_is_kept_apart(inputs, is_again):
-    before, after = cuts_of(waiting, *inputs, is_again=is_again)
+@pytest.mark.parametrize(
+    ("inputs", "is_recomputed"), [((SMALL, SMALL), True), ((X, WEIGHT), False)], ids=["small", "kept"]
+)
+def test_small_values_and_graphs_without_recomputation_stay(inputs, is_recomputed):
+    before, after = cuts_of(waiting, *inputs, is_recomputed=is_recomputed)
     assert before == after
 
 
-def test_what_is_read_at_the_end_of_a_segment_leaves_it():
-    """As what was computed again, and the gradient of a weight that reads it."""
+def test_a_value_read_at_the_end_of_a_segment_leaves_it():
+    """A recomputed value, and the gradient of a weight that reads it."""
 
     def read_at_the_end(x, weight):
         again = x.cos().exp()
@@ -111,28 +114,28 @@ STATS = {"observe": {"log_level": "error", "memory_stats": True}}
 
 
 def predicted(memory: GraphMemory) -> int:
-    """The bytes of a step beside what is there all the time."""
+    """Returns the bytes of a step beside those that live all the time."""
     return memory.frontier[-1].bytes - memory.frontier[-1].resident
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_takes_no_more_memory_and_changes_no_bit(name, monkeypatch):
-    monkeypatch.setattr(delay_large_values, "LARGE", inf)
+    monkeypatch.setattr(delay_large_values, "LARGE_BYTES", inf)
     together = one_step(name, {"level": 1}, rows=64, **STATS)
-    monkeypatch.setattr(delay_large_values, "LARGE", 0)
-    held_apart = one_step(name, {"level": 1}, rows=64, **STATS)
-    assert held_apart[1].repeated
-    assert_same_bits(held_apart[0], together[0])
-    assert_same_bits(held_apart[0], plain(name, rows=64)[0])
-    assert predicted(held_apart[1]) <= predicted(together[1])
+    monkeypatch.setattr(delay_large_values, "LARGE_BYTES", 0)
+    delayed = one_step(name, {"level": 1}, rows=64, **STATS)
+    assert delayed[1].repeated
+    assert_same_bits(delayed[0], together[0])
+    assert_same_bits(delayed[0], plain(name, rows=64)[0])
+    assert predicted(delayed[1]) <= predicted(together[1])
 
 
 def test_a_bert_takes_less(monkeypatch):
-    """A third of what it has at its highest moment are values of a feed-forward part's middle."""
+    """Hidden values of feed-forward layers are a third of the peak."""
     size = Workload("bert", hidden=96, layers=2, heads=2, batch=32, length=64, vocab=64, dropout=0.0)
     found = []
     for large in (inf, 1 << 16):
-        monkeypatch.setattr(delay_large_values, "LARGE", large)
+        monkeypatch.setattr(delay_large_values, "LARGE_BYTES", large)
         model = ort_accel.accelerate(build(size), ALIKE | STATS | ALL_ROWS | {"memory": {"level": 1}})
         model(**batch_of(size)).loss.backward()
         found.append(predicted(recorded(model)))

@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ort_accel.graph.nodes import is_view
 from ort_accel.kernels import bit_mask  # noqa: F401 -- the operators that a test calls
 from ort_accel.partition.assign import Refusal
-from ort_accel.partition.merge_small_segments import MOST_ELEMENTS, merge_islands
-from ort_accel.partition.segments import Cut, assign, body_of, cut
+from ort_accel.partition.placement import by_rule, place
+from ort_accel.partition.segments import body_of, cut
 from ort_accel.reporting import Reason, Runner
 
 aten = torch.ops.aten
@@ -22,12 +22,16 @@ def graph_of(function, *inputs) -> fx.Graph:
 
 
 def only(*pytorch_ops):
-    """Decide that PyTorch runs these operators and ONNX Runtime all others."""
-    return lambda node: Refusal(Reason.WISH) if node.target in pytorch_ops else None
+    """Decides that PyTorch runs these operators and ONNX Runtime all others."""
+    return by_rule(lambda node: Refusal(Reason.WISH) if node.target in pytorch_ops else None)
+
+
+def assign(graph, decide):
+    return place(graph, [decide])
 
 
 def runs(graph: fx.Graph, decide):
-    """Who runs which operators, in order."""
+    """Returns who runs which operators, in order."""
     return [(item.runner, [node.target for node in item.nodes]) for item in cut(graph, assign(graph, decide))]
 
 
@@ -55,7 +59,7 @@ def test_every_node_is_run_exactly_once():
     assert sorted(map(str, ran)) == sorted(str(node) for node in graph.nodes if node.op == "call_function")
 
 
-def test_what_waits_for_a_node_that_nobody_runs_is_an_error_and_no_endless_loop():
+def test_waiting_for_a_node_that_nobody_runs_is_an_error():
     graph = graph_of(lambda x: x.sin().cos(), torch.ones(3))
     assignment = assign(graph, only())
     del assignment.runner[next(node for node in graph.nodes if node.target is aten.sin.default)]
@@ -63,7 +67,7 @@ def test_what_waits_for_a_node_that_nobody_runs_is_an_error_and_no_endless_loop(
         cut(graph, assignment)
 
 
-def test_views_belong_to_whoever_looks_through_them():
+def test_each_segment_repeats_the_views_that_it_needs():
     graph = graph_of(lambda x: x.sin().view(6).cos().view(2, 3).exp(), torch.ones(2, 3))
     assignment = assign(graph, only(aten.cos.default))
     assert {node.target for node in assignment.free} == {aten.view.default}
@@ -84,7 +88,7 @@ def test_a_view_that_onnx_cannot_express_is_run_by_pytorch():
     ]
 
 
-def test_taking_one_of_several_outputs_is_not_work():
+def test_getitem_nodes_are_in_no_segment():
     graph = graph_of(lambda x: torch.var_mean(x, 0)[1].sin(), torch.ones(2, 3))
     assert operator.getitem in {node.target for node in graph.nodes}
     assert all(operator.getitem not in targets for _, targets in runs(graph, only()))
@@ -115,11 +119,11 @@ def test_a_write_keeps_its_place_among_reads():
 
 
 LARGE = 1 << 18
-"""Elements; those of a mask take more than what is of no account."""
+"""Elements; a mask of so many is larger than `NEGLIGIBLE_BYTES`."""
 
 
-def test_what_waits_for_nothing_runs_where_it_is_read():
-    """As the factors that masks of dropout become in a backward."""
+def test_independent_nodes_run_in_the_segment_that_reads_them():
+    """A backward computes such factors from dropout masks."""
 
     def masked(x, mask):
         return x.sin().cos() * (mask.float() * 2)
@@ -132,7 +136,7 @@ def test_what_waits_for_nothing_runs_where_it_is_read():
     ]
 
 
-def test_the_other_runner_makes_it_in_the_segment_before():
+def test_the_other_runner_computes_them_in_the_segment_before():
     def masked(x, mask):
         return x.cos().sin().cos().sin() * mask.float()
 
@@ -148,14 +152,14 @@ def test_the_other_runner_makes_it_in_the_segment_before():
 @pytest.mark.parametrize(
     "smaller", [lambda y: y.sum(), lambda y: (y * 2).sum(), lambda y: y > 0], ids=["a sum", "through more", "a mask"]
 )
-def test_what_is_smaller_than_what_it_is_made_of_is_made_at_once(smaller):
+def test_a_result_smaller_than_its_inputs_is_computed_at_once(smaller):
     graph = graph_of(lambda x, y: x.sin().cos() * smaller(y), torch.ones(LARGE), torch.ones(LARGE))
     first, *_, last = runs(graph, only(aten.cos.default))
     assert aten.mul.Tensor not in first[1] or len(first[1]) > 2
     assert last == (Runner.ORT, [aten.mul.Tensor])
 
 
-def test_what_is_read_early_and_late_is_made_for_the_first_reader():
+def test_a_value_that_is_read_twice_is_computed_for_the_first_reader():
     def both(x, mask):
         factor = mask.float()
         return (x * factor).cos() * factor
@@ -164,7 +168,7 @@ def test_what_is_read_early_and_late_is_made_for_the_first_reader():
     assert runs(graph, only(aten.cos.default))[0] == (Runner.ORT, [aten._to_copy.default, aten.mul.Tensor])
 
 
-def test_nothing_comes_later_than_a_write_that_follows_it():
+def test_no_node_moves_past_a_write():
     def written(x, y):
         factor = y.float()
         y.zero_()
@@ -175,7 +179,7 @@ def test_nothing_comes_later_than_a_write_that_follows_it():
     assert order.index(aten._to_copy.default) < order.index(aten.zero_.default)
 
 
-def test_bits_do_not_follow_past_a_write():
+def test_packed_masks_do_not_move_past_a_write():
     def written(x, y):
         mask = torch.rand(LARGE) > 0.5
         bits = torch.ops.ort_accel.to_bits(mask)
@@ -188,7 +192,7 @@ def test_bits_do_not_follow_past_a_write():
     assert order.index(torch.ops.ort_accel.to_bits.default) < order.index(aten.zero_.default)
 
 
-def test_draws_come_late_and_in_order_and_their_bits_with_them():
+def test_random_draws_are_late_and_in_order_with_their_packed_masks():
     def dropped(x):
         masks = [torch.rand(LARGE) > 0.5 for _ in range(2)]
         x = (x.sin() * masks[0]).cos().sin() * masks[1]
@@ -204,7 +208,7 @@ def test_draws_come_late_and_in_order_and_their_bits_with_them():
     ]
 
 
-def test_bits_of_a_mask_that_is_made_at_the_end_come_behind_it():
+def test_a_mask_that_is_computed_last_is_packed_behind_it():
     def masked(x, index):
         mask = (torch.rand(LARGE) > 0.5)[index]
         return x.cos().sin() * mask, torch.ops.ort_accel.to_bits(mask)
@@ -214,34 +218,3 @@ def test_bits_of_a_mask_that_is_made_at_the_end_come_behind_it():
     *_, before, last = runs(graph, in_pytorch)
     assert aten.mul.Tensor in before[1]
     assert last == (Runner.PYTORCH, [torch.ops.ort_accel.to_bits.default])
-
-
-def cuts_around(elements: int, op) -> list[Cut]:
-    """PyTorch, ONNX Runtime, PyTorch."""
-    graph = graph_of(lambda x: op(x.sin()).cos(), torch.ones(elements, 1))
-    decide = only(aten.sin.default, aten.cos.default)
-    return cut(graph, assign(graph, decide))
-
-
-def test_a_small_island_is_given_to_its_neighbours():
-    merged = merge_islands(cuts_around(16, torch.exp))
-    assert [item.runner for item in merged.cuts] == [Runner.PYTORCH]
-    assert [node.target for node in merged.given_up] == [aten.exp.default]
-
-
-def test_a_large_one_is_kept():
-    cuts = cuts_around(MOST_ELEMENTS, torch.exp)
-    merged = merge_islands(cuts)
-    assert [item.runner for item in merged.cuts] == [Runner.PYTORCH, Runner.ORT, Runner.PYTORCH]
-    assert merged.given_up == []
-
-
-def test_a_product_is_never_given_up():
-    merged = merge_islands(cuts_around(16, lambda x: x.mm(x.t())))
-    assert Runner.ORT in {item.runner for item in merged.cuts}
-
-
-def test_a_segment_at_either_end_is_no_island():
-    graph = graph_of(lambda x: x.exp().sin().exp(), torch.ones(4))
-    merged = merge_islands(cut(graph, assign(graph, only(aten.sin.default))))
-    assert [item.runner for item in merged.cuts] == [Runner.ORT, Runner.PYTORCH, Runner.ORT]
