@@ -13,6 +13,7 @@ import ort_accel
 from ort_accel.compiler.cuda_features import NO_TRITON, record_cuda
 from ort_accel.compiler.runtime_settings import divides_alike, opset
 from ort_accel.config import Config
+from ort_accel.config.declaration import rows
 from ort_accel.errors import ConfigError, Problem
 from ort_accel.passes.lower_precision import MOVABLE
 from ort_accel.reporting import Report
@@ -21,83 +22,6 @@ from ort_accel.runtime.session import SessionSettings
 
 UNSEEN = "no batch has been seen yet"
 """Why rows and logits are not left out before anything is known of them."""
-
-OBEYED = (
-    "version",
-    "engine.enabled",
-    "engine.runtime",
-    "engine.provider",
-    "engine.provider_options",
-    "engine.threads",
-    "engine.dynamic_shapes",
-    "engine.compile_evaluation",
-    "engine.compare_with_eager",
-    "engine.fallback",
-    "engine.fallback_retry",
-    "engine.run_in_pytorch",
-    "engine.opset",
-    "engine.cache_dir",
-    "engine.save_onnx",
-    "engine.onnx_prefix",
-    "engine.deterministic",
-    "engine.custom_autograd",
-    "engine.allow_checkpoint",
-    "engine.skip_checks",
-    "precision.cast_propagation.level",
-    "precision.cast_propagation.strategy",
-    "precision.cast_propagation.allow",
-    "precision.cache_cast_weights",
-    "compute.placement",
-    "compute.fusions",
-    "compute.attention",
-    "compute.upstream",
-    "compute.loss_only",
-    "compute.loss_in_graph",
-    "compute.conv_algorithm",
-    "compute.triton.enabled",
-    "compute.triton.ops_file",
-    "compute.triton.debug",
-    "density.labels",
-    "density.padding",
-    "density.threshold",
-    "compute.tuning.enabled",
-    "compute.tuning.max_duration_ms",
-    "compute.tuning.results",
-    "optimizer.name",
-    "optimizer.mode",
-    "optimizer.step_in_backward",
-    "optimizer.fp16.enabled",
-    "optimizer.fp16.initial_scale",
-    "optimizer.fp16.growth_factor",
-    "optimizer.fp16.backoff_factor",
-    "optimizer.fp16.window",
-    "optimizer.fp16.hysteresis",
-    "optimizer.fp16.min_scale",
-    "optimizer.fp16.replace_checks",
-    "distributed.zero3",
-    "distributed.load_balancing.enabled",
-    "distributed.load_balancing.complexity",
-    "distributed.load_balancing.group_size",
-    "distributed.load_balancing.random_level",
-    "distributed.load_balancing.seed",
-    "distributed.load_balancing.drop_last",
-    "density.inspect",
-    "density.inspect_every",
-    "memory.level",
-    "memory.plans",
-    "memory.plan_file",
-    "memory.probe",
-    "memory.external_allocator",
-    "memory.budget",
-    "memory.early_gradient_release",
-    "memory.offload",
-    "observe.log_level",
-    "observe.metrics",
-    "observe.report_file",
-    "observe.memory_stats",
-    "observe.activation_statistics",
-)
-"""Keys whose every value is obeyed, or refused where it is read."""
 
 ONE_CAST = "a tensor is cast into a type once, and not into a wider type and back"
 
@@ -138,15 +62,9 @@ def record_features(
     }
     report.config = config.to_dict()
     record_settings(config, runtime, settings, report)
+    report.features |= {row.name: row for row in rows(config)}
     _record_engine(config, report)
     record_cuda(config, settings.place, report)
-    _record_optimizer(config, report)
-    _record_trainers(config, report)
-    every = f"the density table, every {config.density.inspect_every} batches" if config.density.inspect else ""
-    _record_wish("density.inspect", every, report)
-    file = config.observe.report_file
-    written = f"written to {file} when training ends; without a Trainer, when the program ends" if file else ""
-    _record_wish("observe.report_file", written, report)
     _record_skipping(config, report)
     _record_memory(config, partitioned, report)
 
@@ -206,13 +124,8 @@ def _record_engine(config: Config, report: Report) -> None:
     else:
         where = "in the log and here" if engine.fallback == "warn" else "here"
         report.applied("engine.fallback", f"PyTorch runs what ONNX Runtime cannot, and it is said {where}")
-    _record_wish("engine.run_in_pytorch", ", ".join(engine.run_in_pytorch), report)
-    _record_wish(
-        "engine.cache_dir", f"what is compiled is kept in {engine.cache_dir}" if engine.cache_dir else "", report
-    )
     unseen = "a kind of call that was checked is not checked again; changes of the model go unseen"
     _record_wish("engine.skip_checks", unseen if engine.skip_checks else "", report)
-    _record_wish("engine.save_onnx", f"models are written to {engine.save_onnx}" if engine.save_onnx else "", report)
 
 
 def _record_skipping(config: Config, report: Report) -> None:
@@ -229,9 +142,6 @@ def _record_compute(config: Config, settings: SessionSettings, report: Report) -
         report.applied("precision.cast_propagation.level", effect)
     else:
         report.off("precision.cast_propagation.level", "switched off")
-    kept = config.precision.cache_cast_weights
-    why = "switched off" if kept is False else "no gradients were accumulated under autocast yet"
-    report.off("precision.cache_cast_weights", why)
     is_timed = not divides_alike(config, settings) and not settings.place.is_cuda
     measured = ", for many tokens the faster one, as timed" if is_timed else ""
     ways = {
@@ -240,8 +150,6 @@ def _record_compute(config: Config, settings: SessionSettings, report: Report) -
     }
     wish = config.compute.attention
     report.applied("compute.attention", ways.get(wish, f"one node, which PyTorch runs ({wish})"))
-    how = "each graph is measured when it is compiled" if config.compute.tuning.enabled else ""
-    _record_wish("compute.tuning.enabled", how, report)
     if config.compute.fusions is False:
         report.off("compute.fusions", "switched off, with all optimizations of ONNX Runtime")
     else:
@@ -261,35 +169,6 @@ def _record_placement(config: Config, settings: SessionSettings, report: Report)
         report.applied("compute.placement", timed)
 
 
-def _record_optimizer(config: Config, report: Report) -> None:
-    """What a Trainer does with the optimizer is known when its training begins, and takes the place of this."""
-    wishes = config.optimizer
-    report.off(
-        "optimizer.name", f"ORTTrainer builds {wishes.name}" if wishes.name else "left to the training arguments"
-    )
-    report.off("optimizer.fp16.enabled", "ORTTrainer keeps fp32 weights" if wishes.fp16.enabled else "not asked for")
-    in_backward = "ORTTrainer's optimizer does it; in a loop of your own use ort_accel.optim.step_in_backward"
-    report.off("optimizer.step_in_backward", in_backward if wishes.step_in_backward else "not asked for")
-    given = "for optimizers that DeepSpeed, Apex or Megatron made; there is none"
-    report.off("optimizer.fp16.replace_checks", given if wishes.fp16.replace_checks else "switched off")
-
-
-def _record_trainers(config: Config, report: Report) -> None:
-    """What only a Trainer can do. It overwrites the refusal."""
-    if config.distributed.load_balancing.enabled:
-        how = "ORTTrainer does it; in a loop of your own use ort_accel.data.LoadBalancingDistributedSampler"
-        report.refused("distributed.load_balancing.enabled", how)
-    else:
-        report.off("distributed.load_balancing.enabled", "not asked for")
-    why = "switched off" if config.compute.loss_in_graph is False else "no loss outside of the model was seen yet"
-    report.off("compute.loss_in_graph", why)
-    if config.observe.activation_statistics is not None:
-        how = "a Trainer does it; in a loop of your own use ort_accel.subscribers.StatisticsSubscriber"
-        report.refused("observe.activation_statistics", how)
-    else:
-        report.off("observe.activation_statistics", "not asked for")
-
-
 def _record_memory(config: Config, partitioned: bool, report: Report) -> None:
     memory = config.memory
     _record_early_gradients(memory.early_gradient_release, partitioned, report)
@@ -302,13 +181,6 @@ def _record_memory(config: Config, partitioned: bool, report: Report) -> None:
     else:
         budgeted = "the budget decides" if memory.budget else ""
         report.off("memory.level", budgeted or "nothing is computed again but what plans or the model ask for")
-    kept = f"the least is computed again that keeps the predicted peak of a step within {memory.budget}"
-    _record_wish("memory.budget", kept if memory.budget else "", report)
-    report.off("memory.offload", "no graph with a backward was compiled yet" if memory.offload else "not asked for")
-    stats = "four phases of a step: the first ten steps, then at powers of two" if config.observe.memory_stats else ""
-    _record_wish("observe.memory_stats", stats, report)
-    _record_wish("memory.plans", ", ".join(memory.plans), report)
-    _record_wish("memory.plan_file", f"plans are read from {memory.plan_file}" if memory.plan_file else "", report)
 
 
 def _record_early_gradients(wish: bool, partitioned: bool, report: Report) -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ort_accel.config.declaration import Rule, broken
 from ort_accel.config.extends import Chain, follow
-from ort_accel.config.rules import Rule, broken
 from ort_accel.config.schema import Config
 from ort_accel.config.tree import BadData, KeyPath, Node, Place, from_data, place_of, shortened, value_at, without
 from ort_accel.config.wording import validate

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ort_accel.config import Config
+from ort_accel.config.declaration import broken
 from ort_accel.config.fields import keys_of, resolve, shape_at
 from ort_accel.config.load import load_config_text
 from ort_accel.config.plan_text import Plan
-from ort_accel.config.rules import broken
 from ort_accel.config.scalars import read_scalar, write_scalar
 from ort_accel.config.tree import BIGGEST_NUMBER, plain
 from ort_accel.config.yaml_file import parse
