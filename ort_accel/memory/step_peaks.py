@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 
 from ort_accel.memory.malloc_settings import return_free_memory
 from ort_accel.memory.process_memory import MostInUse, in_use, reset_peak, resident
+from ort_accel.memory_records import MeasuredPeak
 from ort_accel.observe.logs import rank
-from ort_accel.reporting import MeasuredPeak, Report
+from ort_accel.reporting import Report
 
 FIRST = 2
 """The step before which what is only kept for later is given back; those before it capture and compile. It fills the

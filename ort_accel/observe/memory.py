@@ -8,7 +8,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ort_accel.reporting import GraphMemory, MeasuredPeak, Peak, PlanKind, PlanRow, Report
+from ort_accel.memory_records import GraphMemory, MeasuredPeak, Peak, PlanKind, PlanRow
+from ort_accel.reporting import Report
 
 KINDS = {
     PlanKind.RECOMPUTE: "recompute",

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from torch import fx
 
+from ort_accel.memory_records import MemoryStage
 from ort_accel.recompute.peak_memory import Stage, Timeline
-from ort_accel.reporting import MemoryStage
 
 LASTING, STATES, GRADIENTS = "parameters, buffers, inputs", "optimizer states", "gradients"
 KEPT, TEMPORARY, UNUSED = "kept for the backward", "temporaries", "unused in ONNX Runtime's pool"

@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from ort_accel.graph.nodes import fakes_in
+from ort_accel.memory_records import PlanKind
 from ort_accel.recompute.joint_graph import is_lasting
 from ort_accel.recompute.onnx_names import packet
 from ort_accel.recompute.plans import Option, Place
-from ort_accel.reporting import PlanKind
 
 aten = torch.ops.aten
 

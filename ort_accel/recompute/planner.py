@@ -12,6 +12,7 @@ from torch import fx
 
 from ort_accel.config.plan_text import Plan, join_plans, read_plan_file
 from ort_accel.config.sections import Memory
+from ort_accel.memory_records import GraphMemory, Peak, PlanKind, PlanRow
 from ort_accel.recompute.account import account
 from ort_accel.recompute.budget import Budgeted, Choice, Chosen, Foresee, choices, within
 from ort_accel.recompute.cheap_ops import light_places
@@ -26,7 +27,7 @@ from ort_accel.recompute.plans import Option, Place, Probe, Wish, find_plans, ma
 from ort_accel.recompute.saved_values import Kept, stash, total
 from ort_accel.recompute.split_joint_graph import Pair, partition, rehearsed
 from ort_accel.recompute.transformer_layers import Layers, find_layers, region
-from ort_accel.reporting import GraphMemory, Peak, PlanKind, PlanRow, Report
+from ort_accel.reporting import Report
 
 FEATURE = "memory.offload"
 

@@ -13,12 +13,12 @@ from torch import fx
 from ort_accel.config.plan_text import Plan
 from ort_accel.errors import OrtAccelError
 from ort_accel.graph.nodes import is_view
+from ort_accel.memory_records import PlanKind
 from ort_accel.recompute.cost import milliseconds
 from ort_accel.recompute.joint_graph import Bytes, inputs_of, is_lasting, owner, whole
 from ort_accel.recompute.onnx_names import cluster_of, may_repeat, packet
 from ort_accel.recompute.saved_values import Kept, stash
 from ort_accel.recompute.transformer_layers import Layers
-from ort_accel.reporting import PlanKind
 
 aten = torch.ops.aten
 

@@ -5,19 +5,9 @@ import re
 import pytest
 
 from ort_accel.config import Config
+from ort_accel.memory_records import MeasuredPeak
 from ort_accel.observe.html_report import SECTIONS, html_report
-from ort_accel.reporting import (
-    InputDensity,
-    Inspection,
-    LoadBalance,
-    MeasuredPeak,
-    Reason,
-    Report,
-    Runner,
-    Segment,
-    Series,
-    Way,
-)
+from ort_accel.reporting import InputDensity, Inspection, LoadBalance, Reason, Report, Runner, Segment, Series, Way
 from tests.observe.pages import read, table_with
 
 NASTY = '<script>alert("x")</script> & <b>'

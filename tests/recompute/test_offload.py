@@ -18,6 +18,7 @@ import ort_accel
 from ort_accel.compiler import backend
 from ort_accel.errors import OrtAccelError
 from ort_accel.kernels import host_copies
+from ort_accel.memory_records import PlanKind
 from ort_accel.observe.memory import render_memory
 from ort_accel.recompute import offload, offload_schedule, planner
 from ort_accel.recompute.budget import Chosen, choices
@@ -27,7 +28,6 @@ from ort_accel.recompute.offload_schedule import Station, Way, coming, leaving, 
 from ort_accel.recompute.peak_memory import Timeline
 from ort_accel.recompute.plans import Place
 from ort_accel.recompute.saved_values import Kept
-from ort_accel.reporting import PlanKind
 from ort_accel.runtime import device
 from ort_accel.runtime.host_memory import HostMemory
 from tests.against_eager import assert_same, compilations, step
