@@ -100,13 +100,13 @@ def decline(model: Model, config: Config, reason: str) -> Model:
 
 
 def config_of(model: nn.Module) -> Config | None:
-    """The configuration that an accelerated model runs with; None for any other model."""
+    """Returns the configuration that an accelerated model runs with; None for any other model."""
     call = call_of(model)
     return None if call is None else call.backend.config
 
 
 def runs_by_layers(model: nn.Module) -> bool:
-    """Whether a model is accelerated layer by layer."""
+    """True if a model is accelerated layer by layer."""
     return isinstance(call_of(model), LayeredCall)
 
 
@@ -151,7 +151,7 @@ def save_report(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def report_file_of(model: nn.Module) -> ReportFile | None:
-    """The file that `observe.report_file` names for an accelerated model; None for any other model."""
+    """Returns the file that `observe.report_file` names for an accelerated model; None for any other model."""
     call = call_of(model)
     return None if call is None else call.backend.report_file
 

@@ -16,7 +16,7 @@ def first_line(error: BaseException) -> str:
 
 
 def in_a_line(error: BaseException) -> str:
-    """The type of an error, and the first line of what it says."""
+    """Returns the type of an error, and the first line of what it says."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 

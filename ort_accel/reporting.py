@@ -44,7 +44,7 @@ class Reason(StrEnum):
 
     @property
     def is_choice(self) -> bool:
-        """Whether PyTorch runs it by design or because it is the better choice, not because ONNX Runtime cannot."""
+        """True if PyTorch runs it by design or because it is the better choice, not because ONNX Runtime cannot."""
         return self in CHOICES
 
 
@@ -93,7 +93,7 @@ class Segment:
 
     @property
     def nodes(self) -> int:
-        """How many nodes it has."""
+        """Returns how many nodes it has."""
         return sum(self.ops.values())
 
 
@@ -182,7 +182,7 @@ class InputDensity:
 
     @property
     def density(self) -> float:
-        """The share that counts."""
+        """Returns the share that counts."""
         return self.valid / self.total
 
 
@@ -252,10 +252,10 @@ class Watcher(Protocol):
     """Is told what is being done while it is done."""
 
     def begin(self, phase: str, graph: str) -> None:
-        """A phase of start-up work begins, on a graph or, where that is empty, on no graph in particular."""
+        """Returns a phase of start-up work begins, on a graph or, where that is empty, on no graph in particular."""
 
     def end(self) -> None:
-        """The phase that began last ends."""
+        """Returns the phase that began last ends."""
 
 
 @dataclass(repr=False)
@@ -345,7 +345,7 @@ class Report:
 
     @property
     def work(self) -> tuple[float, float]:
-        """The FLOPs that ONNX Runtime runs, and all that were captured; numbers of nodes where nothing has FLOPs."""
+        """Returns the FLOPs that ONNX Runtime runs, and all that were captured; numbers of nodes where nothing has FLOPs."""
         has_flops = any(segment.flops for segment in self.segments)
         amounts = [(segment.runner, segment.flops if has_flops else segment.nodes) for segment in self.segments]
         ours = sum(amount for runner, amount in amounts if runner is Runner.ORT)
@@ -365,7 +365,7 @@ class Report:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole record as plain data, for JSON."""
+        """Returns the whole record as plain data, for JSON."""
         return {
             "versions": dict(self.versions),
             "features": [

@@ -27,7 +27,7 @@ PROGRAM = "ort_accel.run"
 
 
 def main() -> None:
-    """The command: run a script, and end the process as the script ended."""
+    """Returns the command: run a script, and end the process as the script ended."""
     try:
         run(sys.argv[1:])
     except (Exception, SystemExit) as error:
@@ -117,7 +117,7 @@ def _run(script: str, arguments: Sequence[str], is_module: bool) -> None:
 
 
 def _is_in_a_group() -> bool:
-    """Whether this process is one of a process group, or was started to be one."""
+    """True if this process is one of a process group, or was started to be one."""
     distributed = _distributed()
     return "WORLD_SIZE" in os.environ or (distributed is not None and distributed.is_initialized())
 

@@ -22,11 +22,11 @@ POSSIBLE = {
     "compute_environment": ("LOCAL_MACHINE",),
     "distributed_type": ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP"),
 }
-"""Where models can be on ONNX Runtime, of all that accelerate can launch."""
+"""The set-ups of accelerate in which ONNX Runtime can train."""
 
 
 class AccelerateFile:
-    """A file for `ort-accel launch`. All that is wrong in it, or cannot be had with ort_accel, is a `ConfigError`."""
+    """A configuration file for `ort-accel launch`. Mistakes, and set-ups that ort_accel lacks, are a `ConfigError`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -44,27 +44,27 @@ class AccelerateFile:
 
     @property
     def has_section(self) -> bool:
-        """Whether the file sets up ort_accel."""
+        """True if the file sets up ort_accel."""
         return SECTION in self._data
 
     @property
     def is_multi_cpu(self) -> bool:
-        """Whether several processes are to train on CPUs, without MPI."""
+        """True if several processes are to train on CPUs, without MPI."""
         return self._data.get("distributed_type") == "MULTI_CPU" and not self._data.get("mpirun_config")
 
     @property
     def processes(self) -> int:
-        """How many processes are to train."""
+        """Returns how many processes are to train."""
         return int(self._data.get("num_processes") or 1)
 
     def without_section(self, folder: Path) -> str:
-        """Write what is accelerate's own into a folder, since it refuses keys that it does not know."""
+        """Write accelerate's own keys into a folder, since accelerate refuses keys that it does not know."""
         file = folder / "accelerate.yaml"
         file.write_text(yaml.safe_dump({key: value for key, value in self._data.items() if key != SECTION}))
         return str(file)
 
     def _impossible(self) -> list[Problem]:
-        """What accelerate can do and ort_accel cannot."""
+        """Returns the set-ups that accelerate can launch and ort_accel cannot."""
         problems = [
             self._place((key,)).problem((key,), _not_there(value, allowed))
             for key, allowed in POSSIBLE.items()
@@ -90,7 +90,7 @@ class AccelerateFile:
 
 
 def _read(content: bytes, name: str) -> tuple[dict[str, Any], Node | None]:
-    """What accelerate reads in the file, and the tree that knows the places."""
+    """Returns the data that accelerate reads in the file, and the tree that knows the places."""
     tree, problems = parse(content, name)
     try:
         data = yaml.safe_load(content)

@@ -25,14 +25,14 @@ class ModelName(StrEnum):
 
 
 class Precision(StrEnum):
-    """What a step computes in."""
+    """The precision of a step."""
 
     FP32 = "fp32"
     BF16 = "bf16"
 
 
 class Contender(StrEnum):
-    """Who runs the step."""
+    """The library that runs the step."""
 
     EAGER = "eager"
     INDUCTOR = "inductor"

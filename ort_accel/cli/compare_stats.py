@@ -71,7 +71,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _around(differences: Sequence[Difference], parted: Difference | None, tolerance: float) -> list[Difference]:
-    """The last that agrees before the runs part, and the first that do not."""
+    """Returns the last difference within the tolerance before the runs part, and the first beyond it."""
     if parted is None:
         return []
     start = differences.index(parted)

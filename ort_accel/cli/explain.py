@@ -1,4 +1,4 @@
-"""`ort-accel explain`: what ONNX Runtime would run of a model, what PyTorch would, and why."""
+"""`ort-accel explain`: the parts of a model that ONNX Runtime runs, those that PyTorch runs, and the reasons."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def explain(
 
 
 def _check_png(file: Path) -> None:
-    """Refuse a file before the model is trained."""
+    """Refuse an unusable file before the model is trained."""
     from ort_accel.errors import OrtAccelError
     from ort_accel.files import why_not_writable
 
@@ -70,7 +70,7 @@ def _check_png(file: Path) -> None:
 
 
 MEASURED_STEPS = 5
-"""So many steps show a peak: two compile, one fills empty pools, one is measured, and the next one ends it."""
+"""Steps until a peak is measured: two compile, one fills empty pools, one is measured, and one ends that."""
 
 
 def _explained(

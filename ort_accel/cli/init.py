@@ -24,7 +24,7 @@ class Precision(StrEnum):
 
 
 class Fallback(StrEnum):
-    """`engine.fallback`."""
+    """The values of `engine.fallback`."""
 
     WARN = "warn"
     REPORT = "report"
@@ -87,7 +87,7 @@ def _ask_and_write(
 
 @contextmanager
 def _all_answered() -> Iterator[None]:
-    """Say what to do where the input ends before the last question, as in a script or a container."""
+    """Print a way out where the input ends before the last question, as in a script or a container."""
     try:
         yield
     except typer.Abort as error:
@@ -99,7 +99,7 @@ def _all_answered() -> Iterator[None]:
 
 
 def our_yaml(fallback: str, cache_dir: str) -> str:
-    """The text of ort_accel's file."""
+    """Returns the text of ort_accel's file."""
     from ort_accel.config.yaml_writer import to_yaml
 
     kept = {"cache_dir": cache_dir} if cache_dir else {}

@@ -10,7 +10,7 @@ SETTINGS: dict[str, Any] = {
     "context_settings": {"ignore_unknown_options": True, "allow_interspersed_args": False},
     "add_help_option": False,
 }
-"""For typer: whatever it does not know goes on to accelerate's parser."""
+"""Settings for typer: unknown options go on to accelerate's parser."""
 
 
 def launch(

@@ -32,13 +32,13 @@ USAGE = f"{PROGRAM} [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]"
 
 
 def accelerates_help() -> str:
-    """The help of `accelerate launch`, with our option among its own."""
-    sys.argv = [PROGRAM]  # what is there decides which of its options accelerate shows
+    """Returns the help of `accelerate launch`, with our option among its own."""
+    sys.argv = [PROGRAM]  # accelerate shows the options that fit these arguments
     return _parser().format_help()
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """Run a script as the arguments of `accelerate launch` say; returns the exit code."""
+    """Run a script with the arguments of `accelerate launch`; returns the exit code."""
     args = _parser().parse_args(arguments)
     _check_script(args)
     _check_options(args)
@@ -71,7 +71,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _check_script(args: Namespace) -> None:
-    """Find the script before processes are started that would each say that it is not there."""
+    """Refuse a missing script once, before each of the processes would."""
     script = args.training_script
     if args.no_python:
         raise OrtAccelError(
@@ -92,14 +92,14 @@ def _similar(script: Path) -> str:
 
 
 def _file_of(args: Namespace) -> AccelerateFile | None:
-    """The configuration file that accelerate would read."""
+    """Returns the configuration file that accelerate would read."""
     if args.config_file is not None:
         return AccelerateFile(args.config_file)
     return AccelerateFile(default_config_file) if Path(default_config_file).is_file() and not args.cpu else None
 
 
 def _check_options(args: Namespace) -> None:
-    """Say which options cannot go together with ort_accel."""
+    """Refuse options that cannot go together with ort_accel."""
     if args.dynamo_backend not in (None, "no"):
         why = f"a model has one compiler, and with `{PROGRAM}` it is ort_accel"
         raise OrtAccelError(f"--dynamo_backend {args.dynamo_backend}: {why}; leave the option out")
@@ -109,7 +109,7 @@ def _check_options(args: Namespace) -> None:
 
 
 def _put_runner_in_front(args: Namespace, config_file: str | None) -> None:
-    """What accelerate is to start: the runner as a module, with its options, the script, and its arguments."""
+    """Let accelerate start the runner as a module, with its options, the script and the script's arguments."""
     named = ["--ort_config", str(Path(config_file).absolute())] if config_file else []
     as_module = ["-m"] if args.module else []
     args.training_script_args = [*named, *as_module, args.training_script, *args.training_script_args]
@@ -117,7 +117,7 @@ def _put_runner_in_front(args: Namespace, config_file: str | None) -> None:
 
 
 def _settle_cpus(args: Namespace, file: AccelerateFile | None) -> None:
-    """Threads and memory for processes on CPUs, and torchrun to start several, where accelerate would need mpirun."""
+    """Set threads and memory for processes on CPUs. Torchrun starts several, where accelerate would need mpirun."""
     multi_cpu = file is not None and file.is_multi_cpu
     if args.mpirun_hostfile is not None or not (args.cpu or multi_cpu):
         return
@@ -131,14 +131,14 @@ def _settle_cpus(args: Namespace, file: AccelerateFile | None) -> None:
 
 
 def _leave_no_gaps() -> None:
-    """Let glibc join freed blocks in the processes to be started, unless somebody has told it about its cache."""
+    """Let glibc join freed blocks in the processes to be started, unless the user has set its cache."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if leaves_gaps() and JOINING.partition("=")[0] not in tunables:
         os.environ["GLIBC_TUNABLES"] = f"{tunables}:{JOINING}".lstrip(":")
 
 
 def _launched(args: Namespace) -> int:
-    """Let accelerate start the processes; the exit code of the first that failed, or 0."""
+    """Let accelerate start the processes; returns the exit code of the first that failed, or 0."""
     try:
         launch_command(args)
     except subprocess.CalledProcessError as error:

@@ -1,4 +1,4 @@
-"""Models of a transformers configuration with random weights, and inputs made up for them. Nothing is downloaded."""
+"""Models of a transformers configuration with random weights, and random inputs for them. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Batch = dict[str, Any]
 
 
 def model_from(place: str, layers: int | None = None) -> nn.Module:
-    """The model that a folder's `config.json`, or that file, describes, in training mode."""
+    """Returns the model that a `config.json`, given as a file or by its folder, describes, in training mode."""
     path = Path(place)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -37,7 +37,7 @@ def model_from(place: str, layers: int | None = None) -> nn.Module:
 
 
 def inputs_for(model: nn.Module, batch: int, length: int) -> Batch:
-    """Inputs of a training step, after the names that the model's `forward` takes."""
+    """Returns the inputs of a training step, chosen by the names that the model's `forward` takes."""
     accepted = inspect.signature(model.forward).parameters
     config: Any = model.config
     text = config.get_text_config()
@@ -75,7 +75,7 @@ def _labels(name: str, accepted: Any, config: Any, batch: int, length: int) -> B
 
 
 def loss_of(outputs: Any) -> Any:
-    """The loss of a model that computes one, otherwise the mean of what it gives first."""
+    """Returns the loss of a model that computes one, otherwise the mean of its first output."""
     loss = getattr(outputs, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Machine(StrEnum):
-    """What trains, and how several processes share the work."""
+    """The device that trains, and the way in which several processes share the work."""
 
     SINGLE_CPU = "single-cpu"
     SINGLE_GPU = "single-gpu"
@@ -18,7 +18,7 @@ class Machine(StrEnum):
 
     @property
     def is_single(self) -> bool:
-        """Whether one process trains alone."""
+        """True if one process trains alone."""
         return self in {Machine.SINGLE_CPU, Machine.SINGLE_GPU}
 
 
@@ -64,7 +64,7 @@ _OF_MACHINE: dict[Machine, dict[str, Any]] = {
 
 
 def accelerate_config(machine: Machine, processes: int, mixed_precision: str) -> dict[str, Any]:
-    """The keys of accelerate for a machine."""
+    """Returns the keys of accelerate for a machine."""
     return {
         "compute_environment": "LOCAL_MACHINE",
         **_OF_MACHINE[machine],

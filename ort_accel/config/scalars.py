@@ -1,4 +1,4 @@
-"""What an unquoted YAML 1.2 scalar means, and how a value is written so that it means the same again."""
+"""Reads unquoted YAML 1.2 scalars, and writes values so that they are read as the same."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 class ScalarError(ValueError):
-    """A scalar that different readers take for different values, or that is too large."""
+    """A scalar that YAML readers disagree on, or that is too large."""
 
 
 def read_scalar(text: str) -> str | int | float | bool | None:
-    """The value of an unquoted scalar in the YAML 1.2 core schema."""
+    """Returns the value of an unquoted scalar in the YAML 1.2 core schema."""
     if text in NULLS:
         return None
     if text in BOOLS:
@@ -50,7 +50,7 @@ def read_scalar(text: str) -> str | int | float | bool | None:
 
 
 def write_scalar(value: str | int | float | bool | None) -> str:
-    """The YAML for a value, quoted where it would otherwise be read as something else."""
+    """Returns the YAML for a value, quoted where it would otherwise be read as something else."""
     if value is None:
         return "null"
     if isinstance(value, bool):

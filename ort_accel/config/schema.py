@@ -25,11 +25,11 @@ class Config(Section):
     observe: Observe = Observe()
 
     def to_dict(self) -> dict[str, Any]:
-        """Every key with its value, as plain data."""
+        """Returns every key with its value, as plain data."""
         return self.model_dump(mode="json")
 
     def to_yaml(self) -> str:
-        """A YAML file that `load_config` reads back into an equal object."""
+        """Returns a YAML file that `load_config` reads back into an equal object."""
         from ort_accel.config.yaml_writer import to_yaml
 
         return to_yaml(self.to_dict())

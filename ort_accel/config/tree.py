@@ -20,14 +20,14 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Place:
-    """Where something stands: the file's name, and line and column counted from 1. All None for data from Python."""
+    """A position in a file: its name, and line and column counted from 1. All are None for data from Python."""
 
     source: str | None = None
     line: int | None = None
     column: int | None = None
 
     def problem(self, path: KeyPath, message: str) -> Problem:
-        """A problem with what stands here."""
+        """Returns a problem at this place."""
         return Problem(_visible(dotted(path)), _visible(message), self.source, self.line, self.column)
 
 
@@ -48,23 +48,23 @@ class Entry:
 
 
 def dotted(path: KeyPath) -> str:
-    """`memory.plans[1]` for `("memory", "plans", 1)`."""
+    """Returns `memory.plans[1]` for `("memory", "plans", 1)`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{shortened(part)}" for part in path)
     return text.removeprefix(".")
 
 
 def shortened(text: str) -> str:
-    """The text, or its beginning where it is too long for a message."""
+    """Returns the text, or its beginning where it is too long for a message."""
     return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
 def _visible(text: str) -> str:
-    """The text on one line, without characters that a terminal would obey."""
+    """Returns the text on one line, without characters that a terminal would obey."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def plain(node: Node) -> Any:
-    """The data without places."""
+    """Returns the data without places."""
     if isinstance(node.value, dict):
         return {key: plain(entry.node) for key, entry in node.value.items()}
     if isinstance(node.value, tuple):
@@ -73,7 +73,7 @@ def plain(node: Node) -> Any:
 
 
 def child(node: Node, part: str | int) -> Node | None:
-    """The value under a key or at a list position, or None."""
+    """Returns the value under a key or at a list position, or None."""
     if isinstance(node.value, dict):
         entry = node.value.get(str(part))
         return entry.node if entry else None
@@ -83,7 +83,7 @@ def child(node: Node, part: str | int) -> Node | None:
 
 
 def place_of(node: Node, path: KeyPath, *, key: bool = False) -> Place:
-    """The place of the value at `path` (or of its key), or of what holds it where there is no such value."""
+    """Returns the place of the value at `path` (or of its key); of the innermost section above it if it is absent."""
     for depth, part in enumerate(path):
         below = child(node, part)
         if below is None:
@@ -95,7 +95,7 @@ def place_of(node: Node, path: KeyPath, *, key: bool = False) -> Place:
 
 
 def value_at(node: Node, path: KeyPath) -> Node | None:
-    """The value at `path`, or None where there is no such value."""
+    """Returns the value at `path`, or None where there is no such value."""
     found: Node | None = node
     for part in path:
         found = child(found, part) if found else None
@@ -103,7 +103,7 @@ def value_at(node: Node, path: KeyPath) -> Node | None:
 
 
 def without(node: Node, path: KeyPath) -> Node:
-    """The tree without the value at `path`; a list goes as a whole."""
+    """Returns the tree without the value at `path`; a list goes as a whole."""
     if not path or not isinstance(node.value, dict) or path[0] not in node.value:
         return node
     key = str(path[0])
@@ -116,7 +116,7 @@ def without(node: Node, path: KeyPath) -> Node:
 
 
 def merge(base: Node, over: Node) -> Node:
-    """`over` laid on `base`: maps are joined key by key, everything else is replaced."""
+    """Lay `over` on `base`: maps are joined key by key, everything else is replaced."""
     if not isinstance(base.value, dict) or not isinstance(over.value, dict):
         return over
     entries = dict(base.value)
@@ -136,7 +136,7 @@ class BadData(Exception):
 
 
 def from_data(data: object, path: KeyPath = ()) -> Node:
-    """A tree without places from Python data; raises `BadData` for what YAML could not say."""
+    """Returns a tree without places from Python data; raises `BadData` for data that YAML could not hold."""
     if len(path) > MAX_DEPTH:
         raise BadData(path[:3], f"nested more than {MAX_DEPTH} deep")
     if isinstance(data, Mapping):
@@ -169,5 +169,5 @@ def _scalar(data: object, path: KeyPath) -> str | int | float | bool | None:
 
 
 def has_surrogate(text: str) -> bool:
-    """Whether a text holds a lone surrogate, which no file can hold."""
+    """True if a text holds a lone surrogate, which no file can hold."""
     return any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,4 +1,4 @@
-"""The kinds of value that a configuration may hold, beyond plain strings, numbers and booleans."""
+"""Types of values beyond plain strings, numbers and booleans."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _check_exact(value: Any) -> Any:
 
 
 EXACT = BeforeValidator(_check_exact)
-"""For a choice between numbers, where Python's `True == 1 == 1.0` would let other types in."""
+"""The check of a choice between numbers, where Python's `True == 1 == 1.0` would let other types in."""
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(rf"([0-9]{{1,15}}(?:\.[0-9]{{1,15}})?) ?({'|'.join(_UNITS)})")
@@ -52,7 +52,7 @@ class Section(BaseModel):
 
 
 def bytes_in(size: str) -> int:
-    """The number of bytes that a size such as `6GiB` or `1.5 GB` names."""
+    """Returns the number of bytes that a size such as `6GiB` or `1.5 GB` names."""
     match = _SIZE.fullmatch(size)
     if match is None:
         raise ValueError(f"{shortened(size)!r} is not a size: write a number and one of {', '.join(_UNITS)}")

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong, in the words and with the places of the file. The only reader of pydantic's errors."""
+"""Puts pydantic's errors into the words and places of the file. Only this module reads pydantic's errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_e
 
 
 def validate(tree: Node) -> tuple[Config | None, list[tuple[KeyPath, Problem, bool]]]:
-    """The configuration, or the path of each mistake with its problem, and whether it is that a key is missing."""
+    """Returns the configuration, or each mistake: its path, its problem, and True if a key is missing."""
     try:
         return Config.model_validate(plain(tree)), []
     except ValidationError as error:
@@ -107,7 +107,7 @@ def _seen(value: object) -> str:
 
 
 def _similar_value(shape: dict[str, Any], value: object) -> str:
-    """The way to write what was probably meant."""
+    """Returns the spelling of the value that was probably meant; empty if none is similar."""
     words = choices(shape)
     numbers = "integer" in str(shape) or "number" in str(shape)
     if isinstance(value, str):
@@ -120,7 +120,7 @@ def _similar_value(shape: dict[str, Any], value: object) -> str:
 
 
 def _with_namespace(shape: dict[str, Any], text: str) -> str:
-    """An operator's name as the examples write it, where only the namespace is missing: `aten.gelu` for `gelu`."""
+    """Returns an operator's name with the namespace of the examples where it has none: `aten.gelu` for `gelu`."""
     namespaces = {example.partition(".")[0] for example in shape.get("examples", ()) if "." in example}
     return f"{namespaces.pop()}.{text}" if namespaces and text.isidentifier() else ""
 

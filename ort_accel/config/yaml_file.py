@@ -1,4 +1,4 @@
-"""Reading YAML into a tree with places. Whatever is in the file, the answer is a tree or problems, never an exception.
+"""Reads YAML into a tree with places. The result for any file is a tree or problems, never an exception.
 
 The parser's events are read, rather than its finished nodes, so that depth and aliases are bounded while they grow.
 """
@@ -26,16 +26,16 @@ _PLAINER = {
     "could not find expected ':'": "a key without its `:` ends here; write `key: value`",
     "expected <block end>": "this fits no section above; indent keys of one section alike",
 }
-"""What the parser says of the commonest mistakes, and what it means."""
+"""The parser's messages for the commonest mistakes, and plainer ones."""
 
 _LINE_BREAK = re.compile(r"\r\n|\r|\n")
 
 Reading = tuple[Node | None, list[Problem]]
-"""The tree, where the text is YAML at all, and what is wrong with it."""
+"""The tree, or None where the text is no YAML, and the problems."""
 
 
 def read_file(file: Path, name: str, apart_from: Collection[str] = ()) -> tuple[bytes | None, str]:
-    """The bytes of a file, or None and the reason why there are none. Reads little more than is allowed.
+    """Returns the bytes of a file, or None and the reason why there are none. Reads little more than is allowed.
 
     In the place of a missing file, none of `apart_from` is suggested.
     """
@@ -61,7 +61,7 @@ def _similar_file(file: Path, apart_from: Collection[str]) -> str:
 
 
 def parse(content: bytes | str, source: str) -> Reading:
-    """The tree that YAML text stands for. A key that has a problem of its own is reported and left out."""
+    """Returns the tree that YAML text stands for. A key that has a problem of its own is reported and left out."""
     start = Place(source, 1, 1)
     if len(content) > MAX_BYTES:
         return None, [start.problem((), f"larger than {MAX_BYTES // 1024} KiB; this is not a configuration")]
@@ -83,7 +83,7 @@ def _place_at(before: str, source: str) -> Place:
 
 
 class _Stop(Exception):
-    """What makes the rest of the text unreadable."""
+    """A problem that makes the rest of the text unreadable."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
@@ -143,7 +143,7 @@ class _Reader:
         return _Stop(Place(self.source, 1, 1).problem((), "the file is empty; the smallest one is `version: 1`"))
 
     def _node(self, event: Any, events: Iterator[Any], path: KeyPath, depth: int) -> tuple[Node, int]:
-        """The node that begins with `event`, and how deep it goes. An unusable one is reported and stands as null."""
+        """Returns the node that begins with `event`, and its depth. An unusable node is reported and becomes null."""
         kind = type(event).__name__
         if kind == "AliasEvent":
             return self._alias(event, path, depth)
@@ -245,7 +245,7 @@ class _Reader:
         return _Stop(self._place(event).problem(path, message))
 
     def _syntax(self, error: Any) -> Problem:
-        """The parser's complaint, in a line."""
+        """Returns the parser's error, in a line."""
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         place = Place(self.source, mark.line + 1, mark.column + 1) if mark else Place(self.source, 1, 1)
         what = getattr(error, "problem", None) or str(error).splitlines()[0]

@@ -1,4 +1,4 @@
-"""Writing plain data as YAML that reads back as the same data."""
+"""Writes plain data as YAML that reads back as the same data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _LONGEST_SIMPLE_KEY = 500
 
 
 def to_yaml(data: Mapping[str, Any]) -> str:
-    """One key a line, maps indented, lists in brackets."""
+    """Returns the data with one key a line, maps indented, lists in brackets."""
     return "".join(f"{line}\n" for line in _lines(data)) or "{}\n"
 
 
 def flow(value: Any) -> str:
-    """A value on one line."""
+    """Returns a value on one line."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{write_scalar(key)}: {flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -15,7 +15,7 @@ _ABOUT = 6
 
 
 def short(value: float) -> str:
-    """A number with three digits that count, and a unit of thousands where it is large."""
+    """Returns a number with three digits that count, and a unit of thousands where it is large."""
     if value and abs(value) < 1e-3:
         return f"{value:.0e}".replace("e-0", "e-")
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -34,10 +34,10 @@ class Axis:
     end: float
     logarithmic: bool = False
     whole: bool = False
-    """Whether what it counts comes in whole numbers."""
+    """True if what it counts comes in whole numbers."""
 
     def place(self, value: float) -> float:
-        """Where a value stands; what lies outside stands at the edge."""
+        """Returns where a value stands; what lies outside stands at the edge."""
         share = (self._scaled(value) - self._scaled(self.low)) / (self._scaled(self.high) - self._scaled(self.low))
         return round(self.start + min(max(share, 0.0), 1.0) * (self.end - self.start), 1)
 
@@ -45,7 +45,7 @@ class Axis:
         return math.log10(max(value, self.low)) if self.logarithmic else value
 
     def ticks(self) -> list[float]:
-        """Round numbers along the axis."""
+        """Returns round numbers along the axis."""
         if self.logarithmic:
             first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
             return [10.0**power for power in range(first, last + 1, max(1, (last - first) // _ABOUT))]
@@ -62,7 +62,7 @@ def _round_step(rough: float) -> float:
 
 
 def upright(values: Iterable[float], logarithmic: bool) -> Axis:
-    """The vertical axis that holds all these values: from zero, or on a logarithmic one from the smallest power."""
+    """Returns the vertical axis that holds all these values: from zero, or on a logarithmic one from the smallest power."""
     found = [value for value in values if math.isfinite(value)]
     if logarithmic:
         positive = [value for value in found if value > 0] or [1.0]
@@ -77,13 +77,13 @@ def _ends(values: Sequence[float]) -> tuple[tuple[Callable[[float], int], float]
 
 
 def level(values: Sequence[float], whole: bool = True) -> Axis:
-    """The horizontal axis from the first of these numbers to the last."""
+    """Returns the horizontal axis from the first of these numbers to the last."""
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     return Axis(low, high if high > low else low + 1.0, LEFT, WIDTH - RIGHT, whole=whole)
 
 
 def frame(across: Axis, up: Axis, x_name: str, y_name: str) -> list[Markup]:
-    """Grid lines, numbers, and what they count."""
+    """Returns grid lines, numbers, and what they count."""
     parts = []
     for value in up.ticks():
         y = up.place(value)

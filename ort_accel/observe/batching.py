@@ -49,7 +49,7 @@ class SeenBatch:
 
 
 def ways(batches: Sequence[SeenBatch], work: Work) -> list[Way]:
-    """How much each way of making batches computes, the most wasteful first. All compute the same rows."""
+    """Returns how much each way of making batches computes, the most wasteful first. All compute the same rows."""
     rows = [row for batch in batches for row in batch.rows]
     found = [
         Way("dense, in the batches as they came", _padded(batches, work)),
@@ -86,7 +86,7 @@ def _batch_of(rows: Sequence[Lengths]) -> SeenBatch:
 
 
 def _grouped(batches: Sequence[SeenBatch]) -> Iterator[SeenBatch]:
-    """Batches of the same sizes, with rows of about the same length."""
+    """Yields batches of the same sizes, with rows of about the same length."""
     for start in range(0, len(batches), MEGABATCH):
         together = batches[start : start + MEGABATCH]
         rows = sorted((row for batch in together for row in batch.rows), reverse=True)
@@ -97,7 +97,7 @@ def _grouped(batches: Sequence[SeenBatch]) -> Iterator[SeenBatch]:
 
 
 def _bins(lengths: Sequence[int], width: int) -> int:
-    """How many rows of a width hold all these: each goes where the least room is left that suffices."""
+    """Returns how many rows of a width hold all these: each goes where the least room is left that suffices."""
     room: list[int] = []
     for length in sorted(lengths, reverse=True):
         place = bisect_left(room, length)
@@ -107,7 +107,7 @@ def _bins(lengths: Sequence[int], width: int) -> int:
 
 
 def waiting(batches: Sequence[SeenBatch], processes: int, seed: int = 0) -> tuple[float, float] | None:
-    """The share of time that processes wait for the one with the most tokens: as batches came, and balanced.
+    """Returns the share of time that processes wait for the one with the most tokens: as batches came, and balanced.
 
     None where there are too few rows to tell.
     """

@@ -42,7 +42,7 @@ def line_chart(
     highest: float | None = None,
     whole: bool = True,
 ) -> Markup:
-    """Lines over a common horizontal axis, which counts in whole numbers unless told otherwise. `highest` makes the
+    """Returns lines over a common horizontal axis, which counts in whole numbers unless told otherwise. `highest` makes the
     vertical axis reach so far, to compare plots."""
     marks = list(marks)
     values = [value for line in lines for _, value in line.points]
@@ -90,12 +90,12 @@ def stacked_chart(
 
 
 def group_of(layer: str) -> str:
-    """The group of a layer that is named `group: part`."""
+    """Returns the group of a layer that is named `group: part`."""
     return layer.partition(": ")[0]
 
 
 def bar_chart(caption: str, bars: Iterable[tuple[str, Mapping[str, float], str]], names: Sequence[str] = ()) -> Markup:
-    """A bar for each row, of one amount or of several side by side, with a text at its end."""
+    """Returns a bar for each row, of one amount or of several side by side, with a text at its end."""
     rows = list(bars)
     longest = max((sum(parts.values()) for _, parts, _ in rows), default=0.0) or 1.0
     widest = max((len(label) for label, _, _ in rows), default=0)
@@ -116,7 +116,7 @@ def bar_chart(caption: str, bars: Iterable[tuple[str, Mapping[str, float], str]]
 def figure(
     caption: str, parts: Sequence[Markup], names: Sequence[str] = (), filled: bool = False, height: int = HEIGHT
 ) -> Markup:
-    """A plot with its caption and, for several series, its key."""
+    """Returns a plot with its caption and, for several series, its key."""
     plot = tag("svg", *parts, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=caption, class_="plot")
     keys = (_key(name, number, filled) for number, name in enumerate(names)) if len(names) > 1 else ()
     return tag("figure", tag("figcaption", caption), tag("div", keys) if keys else "", plot)

@@ -55,7 +55,7 @@ def counted(batch: Mapping[str, Any], pad: int | None) -> list[Counted]:
 
 
 def is_of_tokens(labels: Any) -> TypeGuard[torch.Tensor]:
-    """Whether labels are one for each token, as against classes or figures of a whole text."""
+    """True if labels are one for each token, as against classes or figures of a whole text."""
     return _is_grid(labels) and not labels.is_floating_point()
 
 
@@ -80,14 +80,14 @@ class DensityInspector:
         self._work: Work | None = None
 
     def call(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """The model is called; in training that is a batch, unless a Trainer shows them."""
+        """Returns the model is called; in training that is a batch, unless a Trainer shows them."""
         if self.is_fed or not model.training or not torch.is_grad_enabled():
             return
         names = list(inspect.signature(model.forward).parameters)
         self.see(model, {**dict(zip(names, args, strict=False)), **kwargs})
 
     def see(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
-        """The model is about to be trained on a batch."""
+        """Returns the model is about to be trained on a batch."""
         inputs = counted(batch, getattr(getattr(model, "config", None), "pad_token_id", None))
         if not inputs:
             return
@@ -132,7 +132,7 @@ class DensityInspector:
 
 
 def _seen(inputs: Sequence[Counted], rows: Mapping[str, list[int]], streams: int) -> list[SeenBatch]:
-    """The lengths of a batch: those of its inputs, and for a decoder without inputs of its own those of its labels.
+    """Returns the lengths of a batch: those of its inputs, and for a decoder without inputs of its own those of its labels.
 
     Nothing where the model takes what was not counted, such as pictures.
     """
@@ -146,7 +146,7 @@ def _seen(inputs: Sequence[Counted], rows: Mapping[str, list[int]], streams: int
 
 
 def work_of(model: nn.Module) -> Work:
-    """A model's FLOPs, estimated from its weights: those within its layers are for each token, that of its head is for
+    """Returns a model's FLOPs, estimated from its weights: those within its layers are for each token, that of its head is for
     each token with logits."""
     head = _head(model)
     config = getattr(model, "config", None)
@@ -169,14 +169,14 @@ def _head(model: nn.Module) -> nn.Module | None:
 
 
 def _in_layers(model: nn.Module) -> float:
-    """FLOPs of the matrices in a model's lists of layers, for one token."""
+    """Returns FLOPs of the matrices in a model's lists of layers, for one token."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inside = {module for layers in lists for module in layers.modules() if not isinstance(module, nn.Embedding)}
     return sum(map(_matrix, inside))
 
 
 def _matrix(module: nn.Module) -> float:
-    """Two FLOPs of each weight in the forward, two for the gradient of the input, two for that of the weight."""
+    """Returns two FLOPs of each weight in the forward, two for the gradient of the input, two for that of the weight."""
     total = 0.0
     for weight in module.parameters(recurse=False):
         shape = getattr(weight, "ds_shape", weight.shape)  # of weights that ZeRO-3 has spread, nothing else is here

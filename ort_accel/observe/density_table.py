@@ -34,7 +34,7 @@ def print_density(inspection: Inspection) -> None:
 
 
 def density_table(inspection: Inspection, width: int = WIDTH) -> str:
-    """The table as plain text."""
+    """Returns the table as plain text."""
     console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
     console.print(_render(inspection))
     assert isinstance(console.file, StringIO)
@@ -42,7 +42,7 @@ def density_table(inspection: Inspection, width: int = WIDTH) -> str:
 
 
 def cells(row: InputDensity) -> tuple[str, ...]:
-    """A row of the table."""
+    """Returns a row of the table."""
     shown = ", ".join(map(str, row.rows[:_LONGEST_LIST])) + (", ..." if len(row.rows) > _LONGEST_LIST else "")
     pad = "" if row.pad is None else str(row.pad)
     amounts = f"{row.density:.1%}", f"{row.valid:,}", f"{row.total:,}"

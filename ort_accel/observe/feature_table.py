@@ -24,7 +24,7 @@ WIDTH = 120
 
 
 def feature_table(report: Report, everything: bool = True, width: int | None = None) -> str:
-    """The table as plain text, as wide as the terminal where `width` does not say otherwise."""
+    """Returns the table as plain text, as wide as the terminal where `width` does not say otherwise."""
     width = width or get_terminal_size((WIDTH, 0)).columns
     console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
     console.print(render(report, everything))
@@ -42,7 +42,7 @@ def print_feature_table(report: Report, everything: bool = True, stderr: bool = 
 
 
 def render(report: Report, everything: bool = True) -> RenderableType:
-    """The table for a rich console. Without `everything`, what is off is only named and long lists end early."""
+    """Returns the table for a rich console. Without `everything`, what is off is only named and long lists end early."""
     version = report.versions.get("ort_accel", "")
     title = Text(f"***** ort_accel {version}: {shared(report)} *****".replace("  ", " "), style="bold")
     parts: list[RenderableType | None] = [

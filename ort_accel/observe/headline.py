@@ -12,7 +12,7 @@ _OUTSIDE = (Reason.GRAPH_BREAK, Reason.NOT_COMPILED)
 
 
 def headline(report: Report) -> str:
-    """The line that is logged once a model has trained a step."""
+    """Returns the line that is logged once a model has trained a step."""
     took = f", set up in {_seconds(report.set_up_seconds)}" if report.timings else ""
     return f"{shared(report)}{took}; {DETAILS}"
 
@@ -33,7 +33,7 @@ def shared(report: Report) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """A share that is rounded, but to 0 or 100 only where that is exact."""
+    """Returns a share that is rounded, but to 0 or 100 only where that is exact."""
     if not whole:
         return "-"
     rounded = round(100 * part / whole)
@@ -51,7 +51,7 @@ def _without_graphs(report: Report) -> str:
 
 
 def _main_reason(report: Report) -> str:
-    """The reason that holds for most nodes."""
+    """Returns the reason that holds for most nodes."""
     counts: Counter[Reason] = Counter()
     for item in report.fallbacks:
         counts[item.reason] += item.count

@@ -35,7 +35,7 @@ _FLAT = 20
 
 
 def html_report(data: Data) -> str:
-    """The page. It holds everything it needs, and can be sent or kept as one file."""
+    """Returns the page. It holds everything it needs, and can be sent or kept as one file."""
     version = data["versions"].get("ort_accel", "")
     sections = [(title, content) for title, make in SECTIONS if (content := make(data))]
     return page(
@@ -169,7 +169,7 @@ def _steps(data: Data) -> Markup | None:
 
 
 def _over_steps(name: str, points: Sequence[Data]) -> Markup:
-    """A figure over the steps. Where the first, which compile, would press the rest flat, the axis is logarithmic."""
+    """Returns a figure over the steps. Where the first, which compile, would press the rest flat, the axis is logarithmic."""
     caption, unit = _SERIES.get(name, (name, ""))
     each = max(point["count"] for point in points)
     if each > 1:
@@ -248,7 +248,7 @@ def _load_balance(data: Data) -> Markup | None:
 
 
 def _loads(steps: Sequence[Sequence[float]], places: Sequence[int]) -> list[Line]:
-    """A line for each process, or their mean and extremes where there are more than a plot can tell apart."""
+    """Returns a line for each process, or their mean and extremes where there are more than a plot can tell apart."""
     if len(steps[0]) > COLOURS:
         means = [(place, sum(loads) / len(loads)) for place, loads in zip(places, steps, strict=True)]
         return [Line("mean", means, [(min(loads), max(loads)) for loads in steps])]

@@ -24,7 +24,7 @@ _ORT_SILENT = 4
 
 
 def rank() -> int:
-    """The number of this process among those that train together; 0 where it trains alone."""
+    """Returns the number of this process among those that train together; 0 where it trains alone."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
@@ -33,12 +33,12 @@ def rank() -> int:
 
 
 def speaks(log_level: str) -> bool:
-    """Whether this process says anything at all: below `info` is for every rank, the rest for the first."""
+    """True if this process says anything at all: below `info` is for every rank, the rest for the first."""
     return log_level in _EVERY_RANK or rank() == 0
 
 
 def severity(log_level: str) -> int:
-    """The severity from which on ONNX Runtime logs: it is kept one step quieter than ort_accel itself."""
+    """Returns the severity from which on ONNX Runtime logs: it is kept one step quieter than ort_accel itself."""
     return _ORT_SEVERITIES[log_level] if speaks(log_level) else _ORT_SILENT
 
 
@@ -79,7 +79,7 @@ class _ToStandardError(logging.StreamHandler[TextIO]):
 
     @stream.setter
     def stream(self, value: TextIO) -> None:
-        """Where it writes is not kept."""
+        """Returns where it writes is not kept."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:

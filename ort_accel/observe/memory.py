@@ -19,12 +19,12 @@ KINDS = {
 
 
 def mib(count: float) -> str:
-    """Bytes as MiB."""
+    """Returns bytes as MiB."""
     return f"{count / 2**20:,.1f}"
 
 
 def render_memory(report: Report) -> RenderableType | None:
-    """The memory part of a report; None where no graph has a backward yet."""
+    """Returns the memory part of a report; None where no graph has a backward yet."""
     graphs = list(report.memory.values())
     if not graphs:
         return None
@@ -39,19 +39,19 @@ def render_memory(report: Report) -> RenderableType | None:
 
 
 def measured(peak: MeasuredPeak) -> str:
-    """The measured peak of a step, in a line."""
+    """Returns the measured peak of a step, in a line."""
     whole = f"{mib(peak.held + peak.bytes)} MiB: {mib(peak.held)} before it, and {mib(peak.bytes)} of its own"
     used = "" if peak.in_use is None else f"; {mib(peak.in_use)} of its own were in use at most, without what was freed"
     return f"measured peak of step {peak.step}: {whole} (resident set of the process{used})"
 
 
 def predicted(peak: Peak) -> str:
-    """The predicted peak of a step, in a line."""
+    """Returns the predicted peak of a step, in a line."""
     return f"{mib(peak.bytes)} MiB: {mib(peak.resident)} before it, and {mib(peak.bytes - peak.resident)} of its own"
 
 
 def plan_table(rows: Sequence[PlanRow]) -> Table:
-    """One row a plan, those that would save most first."""
+    """Returns one row a plan, those that would save most first."""
     table = _table("Plan", "", "config", "Freq", "Saving(B)", "Cost(ms)", "Saving Symbolic")
     for number, row in enumerate(rows, 1):
         state = "ON" if row.applied else "OFF"

@@ -44,7 +44,7 @@ class FrontierPlot(Plot):
 
 
 def foreseen(data: Data) -> list[Data]:
-    """The graphs whose step was predicted; of those that take the same the last one."""
+    """Returns the graphs whose step was predicted; of those that take the same the last one."""
     graphs = [graph for graph in data.get("memory", ()) if graph["stages"]]
     return [graph for index, graph in enumerate(graphs) if all(_differ(graph, other) for other in graphs[index + 1 :])]
 
@@ -54,7 +54,7 @@ def _differ(graph: Data, other: Data) -> bool:
 
 
 def step_plots(data: Data) -> list[StepPlot]:
-    """One for each graph whose step was predicted."""
+    """Returns one for each graph whose step was predicted."""
     return [
         StepPlot(
             caption=f"{graph['graph']}: memory over a step, by what it is for",
@@ -68,7 +68,7 @@ def step_plots(data: Data) -> list[StepPlot]:
 
 
 def frontier_plot(data: Data) -> FrontierPlot | None:
-    """The peak of a step for each choice, where there are several."""
+    """Returns the peak of a step for each choice, where there are several."""
     lines = [
         Line(graph["graph"], [(peak["cost_ms"], peak["bytes"] / MIB) for peak in graph["frontier"]])
         for graph in foreseen(data)
@@ -95,7 +95,7 @@ def _beginnings(graph: Data) -> list[Mark]:
 
 
 def _measured(data: Data) -> list[Mark]:
-    """The measured peak: what was in use, and the resident set where that is more."""
+    """Returns the measured peak: what was in use, and the resident set where that is more."""
     found = data.get("measured_peak")
     if not found:
         return []

@@ -14,7 +14,7 @@ WIDTH, HEIGHT, DOTS = 9.0, 4.2, 150
 
 
 def memory_png(data: Data) -> bytes:
-    """One picture: the step of each graph by what its memory is for, and the frontier where there is one."""
+    """Returns one picture: the step of each graph by what its memory is for, and the frontier where there is one."""
     steps, frontier = step_plots(data), frontier_plot(data)
     if not steps:
         raise OrtAccelError(

@@ -12,7 +12,7 @@ from ort_accel.reporting import State
 
 
 def memory_section(data: Data) -> Markup | None:
-    """The section; None where no graph has a backward."""
+    """Returns the section; None where no graph has a backward."""
     graphs = data.get("memory", ())
     if not graphs:
         return None
@@ -39,7 +39,7 @@ def _frontier(data: Data) -> Content:
 
 
 def _peaks(data: Data) -> Content:
-    """The peak of a step as predicted, without recomputation and as it is, and as measured."""
+    """Returns the peak of a step as predicted, without recomputation and as it is, and as measured."""
     bars = []
     for item in foreseen(data):
         for peak in item["frontier"][:1] + item["frontier"][1:][-1:]:

@@ -26,7 +26,7 @@ Content = str | Iterable[str]
 
 
 def tag(name: str, *contents: Content, **attributes: object) -> Markup:
-    """An element. Attributes lose a trailing underscore and write others as hyphens; None leaves one out."""
+    """Returns an element. Attributes lose a trailing underscore and write others as hyphens; None leaves one out."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
         for key, value in attributes.items()
@@ -42,7 +42,7 @@ def joined(*contents: Content) -> Markup:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[Content]], numbers: Iterable[int] = ()) -> Markup:
-    """A table; the columns in `numbers` are aligned to the right."""
+    """Returns a table; the columns in `numbers` are aligned to the right."""
     right = set(numbers)
 
     def cells(kind: str, row: Sequence[Content]) -> list[Markup]:
@@ -59,13 +59,13 @@ def folded(summary: str, *contents: Content) -> Markup:
 
 
 def figures(values: Iterable[tuple[str, str]]) -> Markup:
-    """The few numbers that a reader looks for first, each with what it is."""
+    """Returns the few numbers that a reader looks for first, each with what it is."""
     boxes = (tag("div", tag("b", value), tag("span", what)) for what, value in values)
     return tag("div", boxes, class_="figures")
 
 
 def page(title: str, subtitle: str, *contents: Content) -> str:
-    """The whole page."""
+    """Returns the whole page."""
     head = tag(
         "head",
         Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),

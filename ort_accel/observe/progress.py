@@ -59,7 +59,7 @@ class Progress:
             self._timer = None
 
     def call(self) -> None:
-        """A model is called: if it was trained in a step before, the report is complete enough to be shown once."""
+        """Returns a model is called: if it was trained in a step before, the report is complete enough to be shown once."""
         if self._is_due and self._has_trained():
             self._is_due = False
             if self._level in _WITH_TABLE:
@@ -84,7 +84,7 @@ class Progress:
                 self._shown.enter_context(_written_above(terminal))
 
     def __rich__(self) -> Text:
-        """The line as it is now; asked for several times a second."""
+        """Returns the line as it is now; asked for several times a second."""
         return Text(f"ort_accel sets up the model: {self._text}, {time.monotonic() - self._begun:.0f} s")
 
 

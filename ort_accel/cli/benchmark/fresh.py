@@ -1,9 +1,8 @@
-"""A contender in processes of its own: in one the seconds of its first step, in others its peak memory.
+"""Measures a contender in processes of its own: in one the seconds of its first step, in others its peak memory.
 
-Every process imports everything first, so that loading libraries counts in no figure. Those that measure memory also
-take a step of a tiny model first: what a compiler loads and keeps once in a process is not memory of this model. Where
-blocks lie in memory, and so what the gaps between them take, is chance: of what several processes found the median
-counts.
+Every process imports everything first, so that loading libraries counts in no figure. A process that measures memory
+runs a step of a tiny model first, since a compiler loads and keeps some memory once in a process. The positions of
+blocks and the gaps between them vary, so the median of several processes counts.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ TIMEOUT = 600
 
 
 def in_fresh_processes(name: str, workload: Workload, config: Config, threads: int) -> dict[str, Any]:
-    """The figures of one contender, or under `error` what one of its processes said."""
+    """Returns the figures of one contender, or under `error` the message of a process that failed."""
     found: dict[str, Any] = {}
     task = {"name": name, "workload": asdict(workload), "config": config.to_dict(), "threads": threads}
     for kind, (_, processes) in MEASUREMENTS.items():
@@ -72,7 +71,7 @@ def _in_fresh_process(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def first_step(name: str, workload: Workload, config: Config) -> dict[str, Any]:
-    """How long the first step takes in this process."""
+    """Returns how long the first step takes in this process."""
     model, batch = build(workload), batch_of(workload)
     start = time.perf_counter()
     _prepared_step(name, model, batch, workload.precision, config)
@@ -80,8 +79,10 @@ def first_step(name: str, workload: Workload, config: Config) -> dict[str, Any]:
 
 
 def most_memory(name: str, workload: Workload, config: Config) -> dict[str, Any]:
-    """What this process holds at most beyond model and batch, in the first step and in later ones: what is resident,
-    and in one step more what is in use, which no gaps between blocks count to."""
+    """Returns the most memory of this process beyond model and batch, in the first step and in later ones.
+
+    The resident set counts, and in one more step the memory in use, which has no gaps between blocks.
+    """
     tiny = replace(workload, hidden=8 * workload.heads, layers=1, batch=1, length=4)
     _prepared_step(name, build(tiny), batch_of(tiny), workload.precision, config)
     model, batch = build(workload), batch_of(workload)
@@ -113,7 +114,7 @@ def _mebibytes_between(begin: int | None, most: int | None) -> float | None:
 
 
 MEASUREMENTS = {"first step": (first_step, 1), "memory": (most_memory, 5)}
-"""What is measured, and in how many processes."""
+"""Each measurement with its function and its number of processes."""
 
 
 def _prepared_step(name: str, model: nn.Module, batch: Batch, precision: str, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""What the machine is, and what it could do at best."""
+"""Facts about the machine, and the highest speed of its matrix products."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = 0.5
 
 
 def facts(threads: int) -> dict[str, Any]:
-    """Processor, cores, load and versions."""
+    """Returns processor, cores, load and versions."""
     runtime = installed_runtime()
     processor = _processor()
     return {
@@ -39,12 +39,12 @@ def facts(threads: int) -> dict[str, Any]:
 
 
 def in_short(facts: Mapping[str, Any]) -> str:
-    """The processor, its threads, and the libraries, in a line."""
+    """Returns the processor, its threads, and the libraries, in a line."""
     return f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}, {facts['onnxruntime']}"
 
 
 def matmul_gflops(threads: int, precision: str) -> dict[str, float]:
-    """The speed of matrix products in torch and in ONNX Runtime; in bfloat16, too, where a step has such."""
+    """Returns the speed of matrix products in torch and in ONNX Runtime; in bfloat16, too, for steps with autocast."""
     found = {"torch": _torch_gflops(torch.float32), "onnxruntime": _ort_gflops(threads)}
     if precision == "bf16":
         found["torch in bfloat16"] = _torch_gflops(torch.bfloat16)
@@ -52,7 +52,7 @@ def matmul_gflops(threads: int, precision: str) -> dict[str, float]:
 
 
 def load() -> list[float]:
-    """How many processes wanted to run, in the last 1, 5 and 15 minutes."""
+    """Returns the load of the last 1, 5 and 15 minutes."""
     return [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else []
 
 
@@ -78,7 +78,7 @@ def _ort_gflops(threads: int) -> float:
 
 
 def _gflops(product: Callable[[], object]) -> float:
-    """The fastest of the products that fit into half a second: others may have been disturbed."""
+    """Returns the speed of the fastest product within `SECONDS`: others may have been disturbed."""
     best = float("inf")
     end = time.perf_counter() + SECONDS
     while time.perf_counter() < end:

@@ -1,4 +1,4 @@
-"""The whole benchmark: judge each contender, then time the right ones in turns."""
+"""The benchmark: it checks each contender, then times those that are right in turns."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class Result:
 
     @property
     def gflop(self) -> float | None:
-        """Estimated GFLOP of a step."""
+        """Returns the estimated GFLOP of a step."""
         return sum(segment.flops for segment in self.report.segments) / 1e9 if self.report else None
 
     @property
     def ort_share(self) -> float | None:
-        """The share of these that ONNX Runtime runs."""
+        """Returns the share of the GFLOP that ONNX Runtime runs."""
         if not self.report or not self.gflop:
             return None
         ours = (segment.flops for segment in self.report.segments if segment.runner is Runner.ORT)
         return sum(ours) / 1e9 / self.gflop
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, for JSON."""
+        """Returns the result as plain data, for JSON."""
         return {
             "workload": asdict(self.workload),
             "config": self.config.to_dict(),
@@ -124,7 +124,7 @@ def _is_right(name: str, model: nn.Module, config: Config, judge: Judge, result:
 
 
 def _time(models: dict[str, nn.Module], workload: Workload, effort: Effort, result: Result) -> None:
-    """Each round has a batch of its own, the same for all."""
+    """Time the models in turns. Each round has a batch of its own, the same for all models."""
     batches = [batch_of(workload, number) for number in range(effort.warmup + effort.steps)]
     steps = {
         name: partial(contenders.next_step, model, iter(batches), workload.precision) for name, model in models.items()

@@ -12,7 +12,7 @@ from ort_accel.cli.benchmark.run import Result
 
 
 def render(result: Result) -> RenderableType:
-    """Figures, what they rest on, and what is missing."""
+    """Returns the figures, the facts that they rest on, and the faults."""
     parts: list[RenderableType] = [Text(str(result.workload), style="bold"), Text(), _figures(result), Text()]
     for name, fault in result.wrong.items():
         parts.append(Text(f"{name}: wrong, so it has no figures: {fault}", style="red"))
