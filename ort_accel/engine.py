@@ -63,8 +63,8 @@ def accelerate_layers(
 ) -> Model:
     """Let these layers of a model run on ONNX Runtime, each by itself, with Python between them; in place.
 
-    For parameters that are only there while their layer runs, be it by FSDP2 or, if `zero3` says so, by ZeRO stage 3.
-    Layers that are alike share what is compiled. `undo` is called when the model is restored.
+    Used for parameters that exist only while their layer runs: by FSDP2 or, with `zero3`, by ZeRO stage 3.
+    Layers that are alike share compiled graphs. `undo` is called when the model is restored.
     """
     _refuse(model)
     device = device_of(model)
@@ -86,7 +86,7 @@ def restore(model: Model) -> Model:
 
 
 def decline(model: Model, config: Config, reason: str) -> Model:
-    """Leave a model plain PyTorch and say why, in its report and in the log; an error where `fallback` is `error`."""
+    """Leave a model plain PyTorch, with the reason in its report and in the log; an error if `fallback` is `error`."""
     if config.engine.fallback == "error":
         raise OrtAccelError(
             f"engine.fallback is error, and this {type(model).__name__} cannot be accelerated: {reason}"
@@ -111,16 +111,16 @@ def runs_by_layers(model: nn.Module) -> bool:
 
 
 def foresee(model: nn.Module, sizes: Foreseen) -> None:
-    """Tell an accelerated model what is known about the batches to come, so that it compiles for them at once."""
+    """Tell an accelerated model the sizes of the batches to come, so that it compiles for them at once."""
     call = call_of(model)
     if call is not None:
         call.foresee(sizes)
 
 
 def take_over(model: nn.Module, call: ModelCall, config: Config) -> bool:
-    """Accelerate a model with what was compiled for another one of its kind, which is plain PyTorch from now on.
+    """Move the compiled graphs of another model to this one, and make the other one plain PyTorch.
 
-    Says whether that can be: the model must be of the same class, on the same device, and plain so far.
+    Returns False if that cannot be: the model must be of the same class, on the same device, and plain so far.
     """
     _refuse(model)
     is_plain = call_of(model) is None and not is_sharded(model)
@@ -128,14 +128,14 @@ def take_over(model: nn.Module, call: ModelCall, config: Config) -> bool:
 
 
 def recapture(model: nn.Module) -> None:
-    """Forget what was compiled for an accelerated model, since its hooks changed. A plain model stays as it is."""
+    """Drop the compiled graphs of an accelerated model, since its hooks changed. A plain model stays as it is."""
     call = call_of(model)
     if call is not None:
         model._compiled_call_impl = call.anew(model)
 
 
 def report(model: nn.Module) -> Report:
-    """What was applied to an accelerated model, what was refused and why, and what ran where."""
+    """Returns the report of an accelerated model: features applied and refused, and who ran which operators."""
     call = call_of(model)
     if call is None and model in _DECLINED:
         return _DECLINED[model]
@@ -157,25 +157,25 @@ def report_file_of(model: nn.Module) -> ReportFile | None:
 
 
 def together_with(model: nn.Module, loss: OutsideLoss) -> AbstractContextManager[None]:
-    """While this is entered, the next call of an accelerated model computes this loss with it, where that can be."""
+    """Within this context, the next call of an accelerated model computes this loss in its graph, if possible."""
     call = call_of(model)
     return nullcontext() if call is None else call.together_with(loss)
 
 
 def inspector_of(model: nn.Module) -> DensityInspector | None:
-    """What looks at the batches of an accelerated model, where `density.inspect` asks for it."""
+    """Returns the inspector of an accelerated model's batches; None unless `density.inspect` is set."""
     call = call_of(model)
     return None if call is None else call.backend.inspector
 
 
 def call_of(model: nn.Module) -> ModelCall | None:
-    """What an accelerated model runs when it is called; None for any other model."""
+    """Returns the call that an accelerated model runs; None for any other model."""
     call = model._compiled_call_impl
     return call if isinstance(call, ModelCall) else None
 
 
 def _refuse(model: nn.Module) -> None:
-    """Say clearly what cannot be accelerated, before anything is changed."""
+    """Raise a clear error for a model that cannot be accelerated, before anything is changed."""
     if not isinstance(model, nn.Module):
         raise OrtAccelError(f"accelerate takes a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, OptimizedModule):

@@ -1,4 +1,4 @@
-"""Writing files so that nobody ever reads half of one."""
+"""Writes files so that no reader ever finds half of one."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ def _explained(
     from torch.optim import AdamW
 
     import ort_accel
-    from ort_accel.cli.made_up import loss_of
     from ort_accel.cli.quiet import quiet
+    from ort_accel.cli.random_models import loss_of
     from ort_accel.config import load_config
     from ort_accel.errors import OrtAccelError
 
@@ -109,7 +109,7 @@ def _explained(
 
 def _model_and_inputs(name: str, batch: int, length: int, layers: int | None) -> tuple[nn.Module, dict[str, Any]]:
     from ort_accel.cli.benchmark.workload import MODELS, Workload, batch_of, build
-    from ort_accel.cli.made_up import inputs_for, model_from
+    from ort_accel.cli.random_models import inputs_for, model_from
 
     if name in MODELS:
         tiny = Workload(name, hidden=32, layers=layers or 2, heads=2, batch=batch, length=length, vocab=128)

@@ -1,4 +1,4 @@
-"""The frame of a plot: where a value stands, and the numbers at its axes."""
+"""The frame of a plot: positions of values, and the numbers at its axes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ort_accel.observe.page import Markup, tag
 
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 40
-_ABOUT = 6
-"""How many numbers an axis has, about."""
+_TICKS = 6
+"""The approximate number of ticks of an axis."""
 
 
 def short(value: float) -> str:
-    """Returns a number with three digits that count, and a unit of thousands where it is large."""
+    """Returns a number with three significant digits, and k, M, G or T where it is large."""
     if value and abs(value) < 1e-3:
         return f"{value:.0e}".replace("e-0", "e-")
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -34,10 +34,10 @@ class Axis:
     end: float
     logarithmic: bool = False
     whole: bool = False
-    """True if what it counts comes in whole numbers."""
+    """True if its ticks are whole numbers."""
 
     def place(self, value: float) -> float:
-        """Returns where a value stands; what lies outside stands at the edge."""
+        """Returns the position of a value in pixels; values outside of the axis are at its edge."""
         share = (self._scaled(value) - self._scaled(self.low)) / (self._scaled(self.high) - self._scaled(self.low))
         return round(self.start + min(max(share, 0.0), 1.0) * (self.end - self.start), 1)
 
@@ -48,8 +48,8 @@ class Axis:
         """Returns round numbers along the axis."""
         if self.logarithmic:
             first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
-            return [10.0**power for power in range(first, last + 1, max(1, (last - first) // _ABOUT))]
-        step = _round_step((self.high - self.low) / _ABOUT)
+            return [10.0**power for power in range(first, last + 1, max(1, (last - first) // _TICKS))]
+        step = _round_step((self.high - self.low) / _TICKS)
         if self.whole:
             step = max(step, 1.0)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
@@ -62,7 +62,7 @@ def _round_step(rough: float) -> float:
 
 
 def upright(values: Iterable[float], logarithmic: bool) -> Axis:
-    """Returns the vertical axis that holds all these values: from zero, or on a logarithmic one from the smallest power."""
+    """Returns the vertical axis for these values. It begins at zero, a logarithmic one at a power of ten."""
     found = [value for value in values if math.isfinite(value)]
     if logarithmic:
         positive = [value for value in found if value > 0] or [1.0]
@@ -83,7 +83,7 @@ def level(values: Sequence[float], whole: bool = True) -> Axis:
 
 
 def frame(across: Axis, up: Axis, x_name: str, y_name: str) -> list[Markup]:
-    """Returns grid lines, numbers, and what they count."""
+    """Returns the grid lines, the numbers, and the names of the axes."""
     parts = []
     for value in up.ticks():
         y = up.place(value)

@@ -1,4 +1,4 @@
-"""Plots as inline SVG, each with its axes named, a key, and a text for those who do not see it."""
+"""Plots as inline SVG, each with named axes, a key, and a text for screen readers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ort_accel.observe.axes import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis
 from ort_accel.observe.page import COLOURS, Markup, joined, tag
 
 _DASHES = (None, "6 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2")
-"""Lines differ in more than colour."""
+"""Dash patterns, so that lines differ in more than colour."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A named line. `band` has the lowest and highest value at each of its points, where a point stands for several."""
+    """A named line. `band` has the lowest and highest value of each point that stands for several steps."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -42,8 +42,7 @@ def line_chart(
     highest: float | None = None,
     whole: bool = True,
 ) -> Markup:
-    """Returns lines over a common horizontal axis, which counts in whole numbers unless told otherwise. `highest` makes the
-    vertical axis reach so far, to compare plots."""
+    """Returns lines over a common horizontal axis, with whole ticks if `whole`. `highest` extends the vertical axis."""
     marks = list(marks)
     values = [value for line in lines for _, value in line.points]
     values += [end for line in lines for ends in line.band for end in ends]
@@ -66,7 +65,7 @@ def stacked_chart(
     y_name: str,
     marks: Iterable[Mark] = (),
 ) -> Markup:
-    """Amounts one on top of the other: what they are together, and the share of each.
+    """Returns a chart of amounts stacked on each other.
 
     The layers of a group have one colour and one entry in the key.
     """
@@ -95,7 +94,7 @@ def group_of(layer: str) -> str:
 
 
 def bar_chart(caption: str, bars: Iterable[tuple[str, Mapping[str, float], str]], names: Sequence[str] = ()) -> Markup:
-    """Returns a bar for each row, of one amount or of several side by side, with a text at its end."""
+    """Returns a chart with a bar for each row, of one amount or of several, with a text at its end."""
     rows = list(bars)
     longest = max((sum(parts.values()) for _, parts, _ in rows), default=0.0) or 1.0
     widest = max((len(label) for label, _, _ in rows), default=0)

@@ -1,4 +1,4 @@
-"""The density table, as people read it on a terminal."""
+"""The density table as text for a terminal."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ HEADINGS = (
     "VALID TOKENS/BATCH",
 )
 NUMBERS = (0, 3, 4, 5, 6)
-"""Which of its columns are numbers."""
-MEANING = ("FLOPs a batch, estimated", "of dense")
-"""What stands beside each way of making batches."""
+"""The indices of its columns of numbers."""
+SCHEME_HEADINGS = ("FLOPs a batch, estimated", "of dense")
+"""The headings of the figures of each batching scheme."""
 _LONGEST_LIST = 16
 
 
@@ -42,15 +42,15 @@ def density_table(inspection: Inspection, width: int = WIDTH) -> str:
 
 
 def cells(row: InputDensity) -> tuple[str, ...]:
-    """Returns a row of the table."""
+    """Returns the cells of a row."""
     shown = ", ".join(map(str, row.rows[:_LONGEST_LIST])) + (", ..." if len(row.rows) > _LONGEST_LIST else "")
     pad = "" if row.pad is None else str(row.pad)
     amounts = f"{row.density:.1%}", f"{row.valid:,}", f"{row.total:,}"
     return (str(row.step), row.kind, row.name, pad, *amounts, f"[{shown}]")
 
 
-def meanings(inspection: Inspection) -> list[tuple[str, str, str]]:
-    """What the rows mean: each way of making batches, its FLOPs a batch, and its share of the first one's."""
+def scheme_rows(inspection: Inspection) -> list[tuple[str, str, str]]:
+    """Returns the name of each batching scheme, its FLOPs a batch, and its share of the dense scheme's FLOPs."""
     dense = inspection.ways[0].flops if inspection.ways else 0.0
     return [
         (way.name, short(way.flops / inspection.batches), f"{way.flops / dense:.1%}" if dense else "-")
@@ -59,7 +59,7 @@ def meanings(inspection: Inspection) -> list[tuple[str, str, str]]:
 
 
 def balancing(inspection: Inspection) -> str:
-    """What load balancing would bring; empty where that cannot be told."""
+    """Returns a sentence on the gain of load balancing; empty if it is unknown."""
     if inspection.waiting is None:
         return ""
     before, after = inspection.waiting
@@ -73,9 +73,9 @@ def _render(inspection: Inspection) -> RenderableType:
     rows = _table(HEADINGS, NUMBERS)
     for row in inspection.rows:
         rows.add_row(*map(Text, cells(row)))
-    batches = _table((f"the last {inspection.batches} batches", *MEANING), right=(1, 2))
-    for meaning in meanings(inspection):
-        batches.add_row(*map(Text, meaning))
+    batches = _table((f"the last {inspection.batches} batches", *SCHEME_HEADINGS), right=(1, 2))
+    for scheme in scheme_rows(inspection):
+        batches.add_row(*map(Text, scheme))
     said = balancing(inspection)
     return Group(rows, Text(), *([batches] if inspection.ways else []), *([Text(said)] if said else []))
 

@@ -1,4 +1,4 @@
-"""The feature table: a report as people read it, on a terminal or in a file."""
+"""The feature table: a report as text, for a terminal or a file."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rich.table import Table
 from rich.text import Text
 
 from ort_accel.observe.headline import percent, shared
-from ort_accel.observe.memory import render_memory
+from ort_accel.observe.memory_table import render_memory
 from ort_accel.reporting import Fallback, Feature, Race, Report, Runner, Segment, State
 
 WORDS = {State.APPLIED: "ON", State.REFUSED: "REFUSED", State.OFF: "OFF"}
 _STYLES = {State.APPLIED: "green", State.REFUSED: "yellow", State.OFF: "dim"}
 KINDS = ("forward", "backward", "inference")
-"""What a graph is for: how its name begins."""
+"""The kinds of graphs; the name of a graph begins with its kind."""
 _LONGEST_LIST = 10
 WIDTH = 120
-"""How wide the table is where there is no terminal to ask."""
+"""The width in characters of a table without a terminal."""
 
 
 def feature_table(report: Report, everything: bool = True, width: int | None = None) -> str:
-    """Returns the table as plain text, as wide as the terminal where `width` does not say otherwise."""
+    """Returns the table as plain text, as wide as `width` or else as the terminal."""
     width = width or get_terminal_size((WIDTH, 0)).columns
     console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
     console.print(render(report, everything))
@@ -42,7 +42,7 @@ def print_feature_table(report: Report, everything: bool = True, stderr: bool = 
 
 
 def render(report: Report, everything: bool = True) -> RenderableType:
-    """Returns the table for a rich console. Without `everything`, what is off is only named and long lists end early."""
+    """Returns the table for a rich console. Without `everything`, it counts features that are off, and cuts lists."""
     version = report.versions.get("ort_accel", "")
     title = Text(f"***** ort_accel {version}: {shared(report)} *****".replace("  ", " "), style="bold")
     parts: list[RenderableType | None] = [
@@ -113,7 +113,7 @@ def _fallbacks(title: str, items: Sequence[Fallback], longest: int | None) -> Re
 
 
 def _races(items: Sequence[Race], longest: int | None) -> RenderableType | None:
-    """What was timed, that first which takes longest in all."""
+    """Returns the table of timings, the largest total first."""
     if not items:
         return None
     table = _table("nodes", "measured", "ms", "chosen")

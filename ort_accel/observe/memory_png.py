@@ -1,4 +1,4 @@
-"""The plots of memory as a picture, for papers and slides. It needs matplotlib, which `ort-accel[report]` installs."""
+"""The plots of memory as a PNG, for papers and slides. It needs matplotlib, which `ort-accel[report]` installs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from ort_accel.errors import OrtAccelError
 from ort_accel.observe.charts import group_of
 from ort_accel.observe.memory_plots import Data, FrontierPlot, Plot, StepPlot, frontier_plot, step_plots
 
-WIDTH, HEIGHT, DOTS = 9.0, 4.2, 150
-"""Inches of one plot, and dots in an inch."""
+WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 9.0, 4.2, 150
 
 
 def memory_png(data: Data) -> bytes:
-    """Returns one picture: the step of each graph by what its memory is for, and the frontier where there is one."""
+    """Returns one picture: the step of each graph by purpose, and the frontier if there is one."""
     steps, frontier = step_plots(data), frontier_plot(data)
     if not steps:
         raise OrtAccelError(
@@ -25,14 +24,14 @@ def memory_png(data: Data) -> bytes:
     except ImportError as error:
         raise OrtAccelError(f"a .png needs matplotlib ({error}); install ort-accel[report], or write .html") from error
     rows = len(steps) + (frontier is not None)
-    picture = Figure((WIDTH, HEIGHT * rows), layout="constrained")
+    picture = Figure((WIDTH_INCHES, HEIGHT_INCHES * rows), layout="constrained")
     plots = picture.subplots(rows, squeeze=False)[:, 0]
     for axes, step in zip(plots, steps, strict=False):
         _draw_step(axes, step)
     if frontier is not None:
         _draw_frontier(plots[-1], frontier)
     written = BytesIO()
-    picture.savefig(written, format="png", dpi=DOTS)
+    picture.savefig(written, format="png", dpi=DOTS_PER_INCH)
     return written.getvalue()
 
 

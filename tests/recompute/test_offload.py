@@ -19,7 +19,7 @@ from ort_accel.compiler import backend
 from ort_accel.errors import OrtAccelError
 from ort_accel.kernels import host_copies
 from ort_accel.memory_records import PlanKind
-from ort_accel.observe.memory import render_memory
+from ort_accel.observe.memory_table import render_memory
 from ort_accel.recompute import offload, offload_schedule, planner
 from ort_accel.recompute.budget import Chosen, choices
 from ort_accel.recompute.memory_pools import Moment

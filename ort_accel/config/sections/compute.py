@@ -88,12 +88,11 @@ class Compute(Section):
     thrown away later are not computed."""
 
     placement: Literal["auto", "fixed", "onnxruntime"] = "auto"
-    """Who runs the operators that both can run (cpu only). `auto` times a call of the most frequent ones on either
-    side, once in a process and in less than a second, and large products at their own sizes, some 0.1 s for each; it
-    lets PyTorch run what it runs faster on this machine, and lets it multiply with the faster of its libraries. `fixed`
-    follows figures of one machine, so that every run divides the work alike; `engine.deterministic` and whatever in
-    `memory` saves memory do so, too.
-    `onnxruntime` lets ONNX Runtime run all it can. `tuning` measures each graph on its real sizes instead."""
+    """The runner of operators that both can run (cpu only). `auto` times the most frequent ones on either side, once in
+    a process, and large products at their own sizes. PyTorch then runs those that it runs faster on this machine, and
+    large products go to the faster of its libraries. `fixed` follows figures of one machine, so that every run divides
+    the work alike; so do `engine.deterministic` and the keys of `memory` that save memory. `onnxruntime` lets ONNX
+    Runtime run all it can. `tuning` measures each graph on its real sizes instead."""
 
     fusions: Switch = "auto"
     """Join neighbouring operators into one kernel. `auto` joins where that was measured to be faster; `false` helps to

@@ -24,7 +24,7 @@ class LoadBalancing(Section):
     """Use the load-balancing sampler in place of the Trainer's distributed sampler."""
 
     complexity: Annotated[Literal["length"], NO_ROW] = "length"
-    """What a sample costs: its number of tokens. From Python, `LoadBalancingDistributedSampler` takes any function."""
+    """The cost of a sample: its number of tokens. From Python, `LoadBalancingDistributedSampler` takes any function."""
 
     group_size: Annotated[Annotated[int, Field(ge=1)] | None, NO_ROW] = None
     """Sort by cost within groups of so many samples instead of over the whole dataset, which keeps more randomness."""

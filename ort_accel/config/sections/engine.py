@@ -1,4 +1,4 @@
-"""`engine:` which ONNX Runtime runs the model, and what happens where it cannot."""
+"""`engine:` the ONNX Runtime that runs the model, and the ways out where it cannot."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _options_decided_elsewhere(options: Mapping[str, object]) -> str | None:
 
 
 class Engine(Section):
-    """Which ONNX Runtime runs the model, and what happens where it cannot."""
+    """The ONNX Runtime that runs the model, and the ways out where it cannot."""
 
     enabled: Annotated[bool, NO_ROW] = True
     """Run forward and backward on ONNX Runtime. `false` leaves the model plain PyTorch, whatever else the file says;

@@ -1,4 +1,4 @@
-"""`memory:` what the forward keeps for the backward, and what is computed again."""
+"""`memory:` values that the forward keeps for the backward, and values that are recomputed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _unreadable_plans(file: Path | None) -> str | None:
 
 
 class Memory(Section):
-    """What the forward keeps for the backward, and what is computed again."""
+    """Values that the forward keeps for the backward, and values that are recomputed."""
 
     level: Annotated[Literal["auto", 0, 1, 2], EXACT] = "auto"
     """How much to recompute. 0 follows `plans` only. 1 recomputes everything within each transformer layer and keeps

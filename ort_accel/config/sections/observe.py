@@ -1,4 +1,4 @@
-"""`observe:` what is logged, measured and written down."""
+"""`observe:` logs, measurements and the report."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ActivationStatistics(Section):
 
 
 class Observe(Section):
-    """What is logged, measured and written down."""
+    """Logs, measurements and the report."""
 
     log_level: Annotated[Literal["verbose", "devinfo", "info", "warning", "error", "fatal"], NO_ROW] = "warning"
     """How much is said. `warning` logs one line a model, with the share of its work that ONNX Runtime runs, and real

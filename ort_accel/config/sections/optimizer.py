@@ -1,4 +1,4 @@
-"""`optimizer:` which optimizer the Trainer builds, and 16-bit training."""
+"""`optimizer:` the optimizer that the Trainer builds, and 16-bit training."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Fp16(Section):
 
 
 class Optimizer(Section):
-    """Which optimizer the Trainer builds, and 16-bit training."""
+    """The optimizer that the Trainer builds, and 16-bit training."""
 
     name: Annotated[
         Literal["adamw_ort_fused"] | None,

@@ -1,4 +1,4 @@
-"""`precision:` what happens to casts in mixed precision."""
+"""`precision:` casts in mixed precision."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CastPropagation(Section):
 
 
 class Precision(Section):
-    """What happens to casts under autocast (bf16 or fp16); without autocast it has nothing to do."""
+    """The treatment of casts under autocast (bf16 or fp16). Without autocast it has nothing to do."""
 
     cast_propagation: CastPropagation = CastPropagation()
 

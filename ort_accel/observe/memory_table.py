@@ -1,4 +1,4 @@
-"""Memory for people: what is kept for the backward, and the plan table."""
+"""The text of a report on memory: values saved for the backward, and the plan table."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def predicted(peak: Peak) -> str:
 
 
 def plan_table(rows: Sequence[PlanRow]) -> Table:
-    """Returns one row a plan, those that would save most first."""
+    """Returns the table with one row a plan, the largest saving first."""
     table = _table("Plan", "", "config", "Freq", "Saving(B)", "Cost(ms)", "Saving Symbolic")
     for number, row in enumerate(rows, 1):
         state = "ON" if row.applied else "OFF"
@@ -80,7 +80,7 @@ def _summary(graph: GraphMemory) -> Table:
 
 
 def _clusters(rows: Sequence[PlanRow]) -> Table:
-    """For each cluster: what can be done with it, what was asked for, what is done, and what one place saves."""
+    """Returns the table of clusters: each with its option, the places requested and applied, and its saving."""
     table = _table("cluster", "option", "requested", "applied", "share of saving", "saves in one place")
     whole = sum(row.saving for row in rows) or 1
     for row in rows:
