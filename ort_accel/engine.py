@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -17,14 +17,13 @@ from ort_accel.compiler.device_placement import device_of
 from ort_accel.compiler.layer_by_layer import LayeredCall, is_sharded, kinds_of, layers_of
 from ort_accel.compiler.module_call import CompiledCall, ModelCall, OutsideLoss
 from ort_accel.config import Config, load_config
+from ort_accel.config.load import ConfigSource as ConfigSource
 from ort_accel.errors import OrtAccelError
 from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.logs import LOG, configure
 from ort_accel.observe.report_file import ReportFile
 from ort_accel.observe.report_file import save_report as write_report
 from ort_accel.reporting import Report
-
-ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 
 Model = TypeVar("Model", bound=nn.Module)
 

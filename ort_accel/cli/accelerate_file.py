@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,8 @@ def _unknown(key: str, known: list[str]) -> str:
     return f"unknown key{meant} allowed: {SECTION}, and of accelerate {', '.join(known)}"
 
 
-def _below(data: dict[str, Any], path: tuple[str, ...]) -> Any:
-    value: Any = data
+def _below(data: Mapping[str, object], path: tuple[str, ...]) -> object:
+    value: object = data
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
     return value

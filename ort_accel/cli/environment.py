@@ -8,7 +8,6 @@ import platform
 import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import ort_accel
 from ort_accel.errors import RuntimeMissingError
@@ -56,7 +55,7 @@ class Environment:
     warnings: tuple[str, ...]
     """Packages outside of the supported range, unused devices, and settings that waste memory."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns the facts as plain data."""
         return {"can_train": not self.blockers, **asdict(self)}
 

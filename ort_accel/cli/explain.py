@@ -98,7 +98,7 @@ def _explained(
         for _ in range(MEASURED_STEPS if memory else 1):
             module.zero_grad()
             outputs = module(**inputs)
-            loss_of(outputs).backward()
+            loss_of(outputs).backward()  # type: ignore[no-untyped-call]
             if optimizer is not None:
                 optimizer.step()
     except Exception as error:

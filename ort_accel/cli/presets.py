@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
 
 
 class Machine(StrEnum):
@@ -22,7 +21,7 @@ class Machine(StrEnum):
         return self in {Machine.SINGLE_CPU, Machine.SINGLE_GPU}
 
 
-_OF_MACHINE: dict[Machine, dict[str, Any]] = {
+_OF_MACHINE: dict[Machine, dict[str, object]] = {
     Machine.SINGLE_CPU: {"distributed_type": "NO", "use_cpu": True},
     Machine.SINGLE_GPU: {"distributed_type": "NO", "use_cpu": False, "gpu_ids": "all"},
     Machine.DDP: {"distributed_type": "MULTI_CPU", "use_cpu": True},
@@ -63,7 +62,7 @@ _OF_MACHINE: dict[Machine, dict[str, Any]] = {
 }
 
 
-def accelerate_config(machine: Machine, processes: int, mixed_precision: str) -> dict[str, Any]:
+def accelerate_config(machine: Machine, processes: int, mixed_precision: str) -> dict[str, object]:
     """Returns the keys of accelerate for a machine."""
     return {
         "compute_environment": "LOCAL_MACHINE",

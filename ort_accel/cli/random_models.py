@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from ort_accel.errors import OrtAccelError, first_line
 
-Batch = dict[str, Any]
+Batch = dict[str, torch.Tensor | bool]
 
 
 def model_from(place: str, layers: int | None = None) -> nn.Module:
@@ -63,7 +64,7 @@ def _pixels(config: Any, batch: int) -> torch.Tensor:
     return torch.randn(batch, getattr(vision, "num_channels", 3), height, width)
 
 
-def _labels(name: str, accepted: Any, config: Any, batch: int, length: int) -> Batch:
+def _labels(name: str, accepted: Container[str], config: Any, batch: int, length: int) -> Batch:
     if "start_positions" in accepted:
         return {key: torch.randint(0, length, (batch,)) for key in ("start_positions", "end_positions")}
     if "labels" not in accepted:
@@ -74,7 +75,7 @@ def _labels(name: str, accepted: Any, config: Any, batch: int, length: int) -> B
     return {"labels": torch.randint(0, top, (batch, length))}
 
 
-def loss_of(outputs: Any) -> Any:
+def loss_of(outputs: Mapping[str, object]) -> torch.Tensor:
     """Returns the loss of a model that computes one, otherwise the mean of its first output."""
     loss = getattr(outputs, "loss", None)
     if isinstance(loss, torch.Tensor):

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ort_accel.config.declaration import Rule, broken
 from ort_accel.config.extends import Chain, follow
@@ -19,10 +18,10 @@ from ort_accel.errors import ConfigError, Problem
 SECTION = "ort_accel_config"
 """The key that holds a configuration, or names its file, inside a configuration file of accelerate."""
 
-Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
+ConfigSource = str | os.PathLike[str] | Mapping[str, object] | Config | None
 
 
-def load_config(source: Source = None) -> Config:
+def load_config(source: ConfigSource = None) -> Config:
     """Returns the configuration in a YAML file or a dict; the defaults for None. A `Config` is checked and returned.
 
     Of a configuration file of accelerate the section `ort_accel_config` counts, a map or the path of another file.
@@ -84,7 +83,7 @@ def _below_section(problem: Problem, name: str) -> Problem:
     return replace(problem, path=path) if problem.source == name else problem
 
 
-def _load_data(data: Mapping[str, Any]) -> Config:
+def _load_data(data: Mapping[str, object]) -> Config:
     try:
         tree = from_data(data)
     except BadData as error:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ort_accel.config.plan_text import read_plan_file
+from ort_accel.config.tree import Plain
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Setting:
     """A key that takes over from a variable."""
 
     key: str
-    value: Any
+    value: Plain
     note: str = ""
     """Differences of behaviour, if there are any."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ort_accel.config.tree import BIGGEST_NUMBER, shortened
+from ort_accel.config.tree import BIGGEST_NUMBER, Scalar, shortened
 
 NULLS = ("", "~", "null", "Null", "NULL")
 BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
@@ -26,7 +26,7 @@ class ScalarError(ValueError):
     """A scalar that YAML readers disagree on, or that is too large."""
 
 
-def read_scalar(text: str) -> str | int | float | bool | None:
+def read_scalar(text: str) -> Scalar:
     """Returns the value of an unquoted scalar in the YAML 1.2 core schema."""
     if text in NULLS:
         return None
@@ -49,7 +49,7 @@ def read_scalar(text: str) -> str | int | float | bool | None:
     return text
 
 
-def write_scalar(value: str | int | float | bool | None) -> str:
+def write_scalar(value: Scalar) -> str:
     """Returns the YAML for a value, quoted where it would otherwise be read as something else."""
     if value is None:
         return "null"

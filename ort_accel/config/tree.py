@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ort_accel.errors import Problem
 
@@ -13,6 +12,10 @@ MAX_DEPTH = 32
 MAX_NODES = 10_000
 LONGEST_SHOWN = 60
 BIGGEST_NUMBER = 2**63 - 1
+
+Scalar = str | int | float | bool | None
+Plain = Scalar | Sequence["Plain"] | Mapping[str, "Plain"]
+"""Data as YAML and JSON hold it."""
 
 KeyPath = tuple[str | int, ...]
 """The keys and list positions that lead to a value."""
@@ -35,7 +38,7 @@ class Place:
 class Node:
     """A value and its place."""
 
-    value: str | int | float | bool | tuple[Node, ...] | dict[str, Entry] | None
+    value: Scalar | tuple[Node, ...] | dict[str, Entry]
     place: Place
 
 
@@ -63,7 +66,7 @@ def _visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def plain(node: Node) -> Any:
+def plain(node: Node) -> Plain:
     """Returns the data without places."""
     if isinstance(node.value, dict):
         return {key: plain(entry.node) for key, entry in node.value.items()}
@@ -149,7 +152,7 @@ def from_data(data: object, path: KeyPath = ()) -> Node:
     return Node(_scalar(data, path), Place())
 
 
-def _scalar(data: object, path: KeyPath) -> str | int | float | bool | None:
+def _scalar(data: object, path: KeyPath) -> Scalar:
     if data is None or isinstance(data, bool):
         return data
     if isinstance(data, int):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -18,7 +18,7 @@ Switch = Literal["auto"] | bool
 """`auto`: ort_accel decides and the report says which and why; `true` and `false` are obeyed."""
 
 
-def _check_path(value: Any) -> Any:
+def _check_path(value: object) -> object:
     if isinstance(value, str | Path) and (not str(value) or "\0" in str(value)):
         raise PydanticCustomError(
             "refused", "an empty path, or one with a NUL in it, names nothing; write null for none"
@@ -30,7 +30,7 @@ FilePath = Annotated[Path, Field(strict=False), BeforeValidator(_check_path)]
 """A path; a relative one is taken from the folder that the program runs in."""
 
 
-def _check_exact(value: Any) -> Any:
+def _check_exact(value: object) -> object:
     if isinstance(value, bool | float):
         raise PydanticCustomError("exact", "the booleans and fractions that Python calls equal to a number are not it")
     return value
@@ -59,7 +59,7 @@ def bytes_in(size: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _check_budget(value: Any) -> Any:
+def _check_budget(value: object) -> object:
     if isinstance(value, str):
         try:
             if bytes_in(value) == 0:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from functools import cache
-from typing import Any
 
 from pydantic import ValidationError
 
-from ort_accel.config.fields import all_keys, allowed, choices, keys_of, known_part, shape_at
+from ort_accel.config.fields import Shape, all_keys, allowed, choices, keys_of, known_part, shape_at
 from ort_accel.config.scalars import OLD_BOOLS, ScalarError, read_scalar, write_scalar
 from ort_accel.config.schema import Config
-from ort_accel.config.tree import KeyPath, Node, dotted, place_of, plain, shortened, value_at
+from ort_accel.config.tree import KeyPath, Node, Plain, dotted, place_of, plain, shortened, value_at
 from ort_accel.errors import Problem
 
 EXTENDS = "extends"
@@ -83,7 +82,7 @@ def _wrong_value(path: KeyPath, value: object, kinds: list[str]) -> str:
 def _would_do(path: KeyPath, suggestion: str) -> bool:
     """True if a suggestion is itself allowed at that place."""
     try:
-        data: Any = read_scalar(suggestion.removesuffix(WITHOUT_QUOTES))
+        data: Plain = read_scalar(suggestion.removesuffix(WITHOUT_QUOTES))
     except ScalarError:
         return False
     place = tuple(0 if isinstance(part, int) else part for part in path)
@@ -106,7 +105,7 @@ def _seen(value: object) -> str:
     return "null" if value is None else write_scalar(value)  # type: ignore[arg-type]  # what is left is a scalar
 
 
-def _similar_value(shape: dict[str, Any], value: object) -> str:
+def _similar_value(shape: Shape, value: object) -> str:
     """Returns the spelling of the value that was probably meant; empty if none is similar."""
     words = choices(shape)
     numbers = "integer" in str(shape) or "number" in str(shape)
@@ -119,7 +118,7 @@ def _similar_value(shape: dict[str, Any], value: object) -> str:
     return write_scalar(bool(value)) if "true" in words else "1.0" if value == 1 and numbers else ""
 
 
-def _with_namespace(shape: dict[str, Any], text: str) -> str:
+def _with_namespace(shape: Shape, text: str) -> str:
     """Returns an operator's name with the namespace of the examples where it has none: `aten.gelu` for `gelu`."""
     namespaces = {example.partition(".")[0] for example in shape.get("examples", ()) if "." in example}
     return f"{namespaces.pop()}.{text}" if namespaces and text.isidentifier() else ""

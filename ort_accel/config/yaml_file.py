@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from ort_accel.config.scalars import ScalarError, read_scalar
-from ort_accel.config.tree import MAX_DEPTH, MAX_NODES, Entry, KeyPath, Node, Place, has_surrogate, shortened
+from ort_accel.config.tree import MAX_DEPTH, MAX_NODES, Entry, KeyPath, Node, Place, Scalar, has_surrogate, shortened
 from ort_accel.errors import Problem
 
 MAX_BYTES = 256 * 1024
@@ -82,6 +82,25 @@ def _place_at(before: str, source: str) -> Place:
     return Place(source, len(lines), len(lines[-1]) + 1)
 
 
+class _Mark(Protocol):
+    """A position in the text, counted from 0."""
+
+    line: int
+    column: int
+
+
+class _Event(Protocol):
+    """An event of ruamel.yaml's parser. Events of each kind have some of these attributes."""
+
+    start_mark: _Mark
+    anchor: str
+    ctag: object
+    value: str
+    style: str | None
+    version: tuple[int, int] | None
+    tags: object
+
+
 class _Stop(Exception):
     """A problem that makes the rest of the text unreadable."""
 
@@ -115,7 +134,7 @@ class _Reader:
         except Exception as error:  # the parser has asserts and index errors of its own on odd input
             return None, [*self.problems, Place(self.source, 1, 1).problem((), f"not readable as YAML: {error}")]
 
-    def _document(self, events: Iterator[Any]) -> Node:
+    def _document(self, events: Iterator[_Event]) -> Node:
         next(events)
         event = next(events)
         if type(event).__name__ == "StreamEndEvent":
@@ -142,7 +161,7 @@ class _Reader:
     def _empty(self) -> _Stop:
         return _Stop(Place(self.source, 1, 1).problem((), "the file is empty; the smallest one is `version: 1`"))
 
-    def _node(self, event: Any, events: Iterator[Any], path: KeyPath, depth: int) -> tuple[Node, int]:
+    def _node(self, event: _Event, events: Iterator[_Event], path: KeyPath, depth: int) -> tuple[Node, int]:
         """Returns the node that begins with `event`, and its depth. An unusable node is reported and becomes null."""
         kind = type(event).__name__
         if kind == "AliasEvent":
@@ -164,7 +183,7 @@ class _Reader:
             self.anchors[event.anchor] = (node, self.nodes - before, below)
         return (node if event.ctag is None else Node(None, node.place)), below + 1
 
-    def _alias(self, event: Any, path: KeyPath, depth: int) -> tuple[Node, int]:
+    def _alias(self, event: _Event, path: KeyPath, depth: int) -> tuple[Node, int]:
         name = shortened(event.anchor)
         if event.anchor in self.open_anchors:
             self._report(event, path, f"*{name} is used inside of itself; write the value out")
@@ -176,7 +195,7 @@ class _Reader:
         self._count(event, path, size + 1, depth + below)
         return replace(node, place=self._place(event)), below + 1
 
-    def _map(self, start: Any, events: Iterator[Any], path: KeyPath, depth: int) -> tuple[Node, int]:
+    def _map(self, start: _Event, events: Iterator[_Event], path: KeyPath, depth: int) -> tuple[Node, int]:
         entries: dict[str, Entry] = {}
         deepest = 0
         while type(event := next(events)).__name__ != "MappingEndEvent":
@@ -193,7 +212,7 @@ class _Reader:
             entries[key] = Entry(self._place(event), node)
         return Node(entries, self._place(start)), deepest
 
-    def _key(self, event: Any, events: Iterator[Any], path: KeyPath, depth: int) -> str | None:
+    def _key(self, event: _Event, events: Iterator[_Event], path: KeyPath, depth: int) -> str | None:
         reported = len(self.problems)
         node, _ = self._node(event, events, path, depth + 1)
         if len(self.problems) > reported:
@@ -206,7 +225,7 @@ class _Reader:
             return None
         return node.value
 
-    def _list(self, start: Any, events: Iterator[Any], path: KeyPath, depth: int) -> tuple[Node, int]:
+    def _list(self, start: _Event, events: Iterator[_Event], path: KeyPath, depth: int) -> tuple[Node, int]:
         items: list[Node] = []
         deepest = 0
         while type(event := next(events)).__name__ != "SequenceEndEvent":
@@ -215,8 +234,8 @@ class _Reader:
             items.append(node)
         return Node(tuple(items), self._place(start)), deepest
 
-    def _scalar(self, event: Any, path: KeyPath) -> Node:
-        value = None
+    def _scalar(self, event: _Event, path: KeyPath) -> Node:
+        value: Scalar = None
         if has_surrogate(event.value):
             self._report(event, path, "the text holds half of a character pair")
         elif event.style is not None or event.ctag is not None:
@@ -228,23 +247,23 @@ class _Reader:
                 self._report(event, path, str(error))
         return Node(value, self._place(event))
 
-    def _count(self, event: Any, path: KeyPath, nodes: int, depth: int) -> None:
+    def _count(self, event: _Event, path: KeyPath, nodes: int, depth: int) -> None:
         self.nodes += nodes
         if self.nodes > MAX_NODES:
             raise self._stop(event, path[:3], f"more than {MAX_NODES} values, with every alias written out")
         if depth > MAX_DEPTH:
             raise self._stop(event, path[:3], f"nested more than {MAX_DEPTH} deep")
 
-    def _place(self, event: Any) -> Place:
+    def _place(self, event: _Event) -> Place:
         return Place(self.source, event.start_mark.line + 1, event.start_mark.column + 1)
 
-    def _report(self, event: Any, path: KeyPath, message: str) -> None:
+    def _report(self, event: _Event, path: KeyPath, message: str) -> None:
         self.problems.append(self._place(event).problem(path, message))
 
-    def _stop(self, event: Any, path: KeyPath, message: str) -> _Stop:
+    def _stop(self, event: _Event, path: KeyPath, message: str) -> _Stop:
         return _Stop(self._place(event).problem(path, message))
 
-    def _syntax(self, error: Any) -> Problem:
+    def _syntax(self, error: Exception) -> Problem:
         """Returns the parser's error, in a line."""
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         place = Place(self.source, mark.line + 1, mark.column + 1) if mark else Place(self.source, 1, 1)

@@ -6,7 +6,7 @@ import inspect
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ class CountedInput:
     total: int
 
 
-def count_inputs(batch: Mapping[str, Any], pad: int | None) -> list[CountedInput]:
+def count_inputs(batch: Mapping[str, object], pad: int | None) -> list[CountedInput]:
     """Count the valid tokens of each input, by its mask or else by the id of padding, and the labels not ignored."""
     found = []
     for name, mask_name in _INPUTS.items():
@@ -54,12 +54,12 @@ def count_inputs(batch: Mapping[str, Any], pad: int | None) -> list[CountedInput
     return found
 
 
-def is_of_tokens(labels: Any) -> TypeGuard[torch.Tensor]:
+def is_of_tokens(labels: object) -> TypeGuard[torch.Tensor]:
     """True if there is a label for each token, rather than one for each text."""
     return _is_grid(labels) and not labels.is_floating_point()
 
 
-def _is_grid(value: Any) -> TypeGuard[torch.Tensor]:
+def _is_grid(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.ndim == 2 and value.numel() > 0
 
 
@@ -81,14 +81,14 @@ class DensityInspector:
         self._seen: deque[SeenBatch] = deque(maxlen=WINDOW_BATCHES)
         self._work: Work | None = None
 
-    def call(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def call(self, model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """Inspect a call of the model in training, unless a Trainer passes the batches."""
         if self.is_fed or not model.training or not torch.is_grad_enabled():
             return
         names = list(inspect.signature(model.forward).parameters)
         self.see(model, {**dict(zip(names, args, strict=False)), **kwargs})
 
-    def see(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+    def see(self, model: nn.Module, batch: Mapping[str, object]) -> None:
         """Inspect a batch that the model is about to be trained on."""
         inputs = count_inputs(batch, getattr(getattr(model, "config", None), "pad_token_id", None))
         if not inputs:

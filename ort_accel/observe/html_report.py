@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
-from typing import Any
 
 from ort_accel.observe.axes import short
 from ort_accel.observe.charts import Line, bar_chart, line_chart, stacked_chart
 from ort_accel.observe.density_table import HEADINGS, NUMBERS, balancing, cells, scheme_rows
 from ort_accel.observe.feature_table import KINDS, WORDS
 from ort_accel.observe.headline import percent
+from ort_accel.observe.memory_plots import Data
 from ort_accel.observe.memory_section import memory_section
 from ort_accel.observe.page import COLOURS, Content, Markup, figures, folded, joined, page, table, tag
 from ort_accel.reporting import BatchingScheme, InputDensity, Inspection, Reason, Runner, State
-
-Data = Mapping[str, Any]
-"""The plain data of `Report.to_dict`."""
 
 _RUNNERS = {Runner.ORT.value: "ONNX Runtime", Runner.PYTORCH.value: "PyTorch"}
 _STEP_TIME = "ort/step_time"
@@ -268,7 +265,7 @@ def _basis(data: Data) -> Markup:
     return joined(versions, folded("The configuration, every key of it", config) if data["config"] else "")
 
 
-def _leaves(tree: Mapping[str, Any], path: str = "") -> list[tuple[str, str]]:
+def _leaves(tree: Data, path: str = "") -> list[tuple[str, str]]:
     found = []
     for key, value in tree.items():
         if isinstance(value, Mapping):

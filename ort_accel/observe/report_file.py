@@ -6,17 +6,17 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ort_accel.errors import OrtAccelError
 from ort_accel.files import why_not_writable, write_aside
 from ort_accel.observe.html_report import html_report
 from ort_accel.observe.logs import LOG, rank
+from ort_accel.observe.memory_plots import Data
 from ort_accel.observe.memory_png import memory_png
 from ort_accel.reporting import Report
 
 KEY = "observe.report_file"
-_WRITERS: dict[str, Callable[[dict[str, Any]], bytes]] = {
+_WRITERS: dict[str, Callable[[Data], bytes]] = {
     ".json": lambda data: (json.dumps(data, indent=1) + "\n").encode(),
     ".html": lambda data: html_report(data).encode(),
     ".png": memory_png,

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 import torch._inductor.compile_fx
@@ -28,16 +27,19 @@ from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
 from ort_accel.config import Config, load_config
 from ort_accel.memory.process_memory import MostInUse, in_use, reset_peak, resident
 
+Figures = dict[str, float | str | None]
+"""Figures of a contender by name, or its error under `error`."""
+
 STEPS = 3
 TIMEOUT = 600
 
 
-def in_fresh_processes(name: str, workload: Workload, config: Config, threads: int) -> dict[str, Any]:
+def in_fresh_processes(name: str, workload: Workload, config: Config, threads: int) -> Figures:
     """Returns the figures of one contender, or under `error` the message of a process that failed."""
-    found: dict[str, Any] = {}
+    found: Figures = {}
     task = {"name": name, "workload": asdict(workload), "config": config.to_dict(), "threads": threads}
     for kind, (_, processes) in MEASUREMENTS.items():
-        runs: list[dict[str, Any]] = []
+        runs: list[Figures] = []
         for _ in range(processes):
             runs.append(_in_fresh_process({"kind": kind, **task}))
             if "error" in runs[-1]:
@@ -46,13 +48,13 @@ def in_fresh_processes(name: str, workload: Workload, config: Config, threads: i
     return found
 
 
-def _median(figures: Sequence[float | None]) -> float | None:
-    """None where the system does not tell a figure."""
-    known = [figure for figure in figures if figure is not None]
+def _median(figures: Sequence[float | str | None]) -> float | None:
+    """Returns the median; None if the system does not tell the figure."""
+    known = [figure for figure in figures if isinstance(figure, float | int)]
     return statistics.median(known) if known else None
 
 
-def _in_fresh_process(task: dict[str, Any]) -> dict[str, Any]:
+def _in_fresh_process(task: dict[str, object]) -> Figures:
     with tempfile.TemporaryDirectory() as empty:  # Inductor keeps what it compiled; a cold start must not find it
         done = subprocess.run(
             [sys.executable, "-m", "ort_accel.cli.benchmark.fresh"],
@@ -66,11 +68,11 @@ def _in_fresh_process(task: dict[str, Any]) -> dict[str, Any]:
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         return {"error": (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]}
-    found: dict[str, Any] = json.loads(lines[-1])
+    found: Figures = json.loads(lines[-1])
     return found
 
 
-def first_step(name: str, workload: Workload, config: Config) -> dict[str, Any]:
+def first_step(name: str, workload: Workload, config: Config) -> Figures:
     """Returns how long the first step takes in this process."""
     model, batch = build(workload), batch_of(workload)
     start = time.perf_counter()
@@ -78,7 +80,7 @@ def first_step(name: str, workload: Workload, config: Config) -> dict[str, Any]:
     return {"cold_seconds": time.perf_counter() - start}
 
 
-def most_memory(name: str, workload: Workload, config: Config) -> dict[str, Any]:
+def most_memory(name: str, workload: Workload, config: Config) -> Figures:
     """Returns the most memory of this process beyond model and batch, in the first step and in later ones.
 
     The resident set counts, and in one more step the memory in use, which has no gaps between blocks.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 
@@ -20,7 +20,24 @@ SIDE = 1024
 SECONDS = 0.5
 
 
-def facts(threads: int) -> dict[str, Any]:
+class Facts(TypedDict):
+    """Processor, cores, load and versions."""
+
+    cpu: str
+    cpu_family: str
+    cpu_model: str
+    cores: int | None
+    usable_cores: int | None
+    threads: int
+    load_before: list[float]
+    load_after: NotRequired[list[float]]
+    matmul_gflops: NotRequired[dict[str, float]]
+    python: str
+    torch: str
+    onnxruntime: str
+
+
+def facts(threads: int) -> Facts:
     """Returns processor, cores, load and versions."""
     runtime = installed_runtime()
     processor = _processor()
@@ -38,7 +55,7 @@ def facts(threads: int) -> dict[str, Any]:
     }
 
 
-def in_short(facts: Mapping[str, Any]) -> str:
+def in_short(facts: Facts) -> str:
     """Returns the processor, its threads, and the libraries, in a line."""
     return f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}, {facts['onnxruntime']}"
 

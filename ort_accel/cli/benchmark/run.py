@@ -6,7 +6,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +13,8 @@ from torch import nn
 import ort_accel
 from ort_accel.cli.benchmark import contenders, machine
 from ort_accel.cli.benchmark.contenders import INDUCTOR, ORT_ACCEL, Judge
-from ort_accel.cli.benchmark.fresh import in_fresh_processes
+from ort_accel.cli.benchmark.fresh import Figures, in_fresh_processes
+from ort_accel.cli.benchmark.machine import Facts
 from ort_accel.cli.benchmark.timing import Ratio, Times, compare, in_turns, summary
 from ort_accel.cli.benchmark.workload import Workload, batch_of, build
 from ort_accel.config import Config
@@ -27,11 +27,11 @@ class Result:
 
     workload: Workload
     config: Config
-    machine: dict[str, Any]
+    machine: Facts
     times: dict[str, Times] = field(default_factory=dict)
     ratios: dict[str, Ratio] = field(default_factory=dict)
     """How many times longer each other contender's step takes than that of ort_accel."""
-    fresh: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fresh: dict[str, Figures] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
     """Contenders whose loss or gradients are not eager's; they get no figures."""
     absent: dict[str, str] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Result:
         ours = (segment.flops for segment in self.report.segments if segment.runner is Runner.ORT)
         return sum(ours) / 1e9 / self.gflop
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns the result as plain data, for JSON."""
         return {
             "workload": asdict(self.workload),

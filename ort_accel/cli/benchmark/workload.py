@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-Batch = dict[str, Any]
+Batch = dict[str, torch.Tensor]
 
 CLASSES = 4
 EXPERTS, CHOSEN = 8, 2
