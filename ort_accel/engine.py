@@ -27,7 +27,7 @@ from ort_accel.reporting import Report
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_DECLINED: WeakKeyDictionary[nn.Module, Report] = WeakKeyDictionary()
+_DECLINED_REPORTS: WeakKeyDictionary[nn.Module, Report] = WeakKeyDictionary()
 """The reports of models that were to be accelerated and could not be."""
 
 
@@ -38,7 +38,7 @@ def accelerate(model: Model, config: ConfigSource = None) -> Model:
     changes nothing; with another one, or on another device, the model is set up anew.
     """
     settings = config if isinstance(config, Config) else load_config(config)
-    _refuse(model)
+    _refuse_unsupported(model)
     device, shards = device_of(model), is_sharded(model)
     present = call_of(model)
     if present is not None and runs_by_layers(model) is shards and present.backend.serves(settings, device):
@@ -65,7 +65,7 @@ def accelerate_layers(
     Used for parameters that exist only while their layer runs: by FSDP2 or, with `zero3`, by ZeRO stage 3.
     Layers that are alike share compiled graphs. `undo` is called when the model is restored.
     """
-    _refuse(model)
+    _refuse_unsupported(model)
     device = device_of(model)
     restore(model)
     backend = Backend(config, Report(), device, parameters_stay=False, zero3=zero3, sees_steps=False)
@@ -91,7 +91,7 @@ def decline(model: Model, config: Config, reason: str) -> Model:
             f"engine.fallback is error, and this {type(model).__name__} cannot be accelerated: {reason}"
         )
     restore(model)
-    declined = _DECLINED.setdefault(model, Report())
+    declined = _DECLINED_REPORTS.setdefault(model, Report())
     declined.refused("engine", reason)
     configure(config.observe.log_level)
     LOG.warning("this %s stays plain PyTorch: %s", type(model).__name__, reason)
@@ -121,7 +121,7 @@ def take_over(model: nn.Module, call: ModelCall, config: Config) -> bool:
 
     Returns False if that cannot be: the model must be of the same class, on the same device, and plain so far.
     """
-    _refuse(model)
+    _refuse_unsupported(model)
     is_plain = call_of(model) is None and not is_sharded(model)
     return is_plain and call.backend.serves(config, device_of(model)) and call.take_over(model)
 
@@ -136,8 +136,8 @@ def recapture(model: nn.Module) -> None:
 def report(model: nn.Module) -> Report:
     """Returns the report of an accelerated model: features applied and refused, and who ran which operators."""
     call = call_of(model)
-    if call is None and model in _DECLINED:
-        return _DECLINED[model]
+    if call is None and model in _DECLINED_REPORTS:
+        return _DECLINED_REPORTS[model]
     if call is None:
         raise OrtAccelError(f"this {type(model).__name__} is not accelerated; call ort_accel.accelerate(model) first")
     return call.backend.report
@@ -173,7 +173,7 @@ def call_of(model: nn.Module) -> ModelCall | None:
     return call if isinstance(call, ModelCall) else None
 
 
-def _refuse(model: nn.Module) -> None:
+def _refuse_unsupported(model: nn.Module) -> None:
     """Raise a clear error for a model that cannot be accelerated, before anything is changed."""
     if not isinstance(model, nn.Module):
         raise OrtAccelError(f"accelerate takes a torch.nn.Module, not {type(model).__name__}")

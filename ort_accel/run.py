@@ -31,10 +31,10 @@ def main() -> None:
     try:
         run(sys.argv[1:])
     except (Exception, SystemExit) as error:
-        if not _is_in_a_group():
+        if not _is_in_process_group():
             raise
-        end(_last_words(error))
-    if _is_in_a_group():
+        end(_print_error(error))
+    if _is_in_process_group():
         end(0)
 
 
@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> None:
     """Run a script as `python` would, in this process; exits with code 2 where ort_accel refuses something."""
     given = _parser().parse_args(arguments)
     try:
-        _get_ready_and_run(given)
+        _activate_and_run(given)
     except OrtAccelError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         sys.exit(2)
@@ -68,17 +68,17 @@ def _explain_lack_of_memory(error: BaseException) -> None:
     explain_lack_of_memory(error)
 
 
-def _get_ready_and_run(given: argparse.Namespace) -> None:
+def _activate_and_run(given: argparse.Namespace) -> None:
     if not given.module and not Path(given.script).is_file():
         raise OrtAccelError(f"{given.script}: no such script in {Path.cwd()}")
     from ort_accel.hf.accelerate_plugin import accelerate_all_models
 
     accelerate_all_models(given.ort_config)
-    _settle_on_the_cpu()
+    _set_up_cpu_processes()
     _run(given.script, given.script_arguments, given.module)
 
 
-def _settle_on_the_cpu() -> None:
+def _set_up_cpu_processes() -> None:
     """Tell accelerate that processes on a machine without a GPU train together; otherwise each trains alone."""
     import torch
 
@@ -116,13 +116,13 @@ def _run(script: str, arguments: Sequence[str], is_module: bool) -> None:
             raise
 
 
-def _is_in_a_group() -> bool:
+def _is_in_process_group() -> bool:
     """True if this process is one of a process group, or was started to be one."""
     distributed = _distributed()
     return "WORLD_SIZE" in os.environ or (distributed is not None and distributed.is_initialized())
 
 
-def _leave_the_group() -> None:
+def _destroy_process_group() -> None:
     """Destroy the process group that the script left open: at the exit it can hang or print warnings."""
     distributed = _distributed()
     if distributed is not None and distributed.is_initialized():
@@ -135,7 +135,7 @@ def _distributed() -> ModuleType | None:
     return distributed if distributed is not None and distributed.is_available() else None
 
 
-def _last_words(error: Exception | SystemExit) -> int:
+def _print_error(error: Exception | SystemExit) -> int:
     """Print the error of a script that failed as Python does; returns the exit code."""
     if not isinstance(error, SystemExit):
         sys.excepthook(type(error), error, error.__traceback__)
@@ -157,7 +157,7 @@ def end(code: int) -> NoReturn:
     exit handlers run, files are flushed, and the process ends.
     """
     if code == 0:
-        _leave_the_group()
+        _destroy_process_group()
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
     atexit._run_exitfuncs()
     gc.collect()

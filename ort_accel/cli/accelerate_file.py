@@ -12,14 +12,14 @@ from accelerate.commands.config.config_args import ClusterConfig
 
 from ort_accel.config import load_config
 from ort_accel.config.load import SECTION
-from ort_accel.config.tree import KeyPath, Node, Place, place_of
+from ort_accel.config.tree import KeyPath, Node, Position, position_of
 from ort_accel.config.yaml_file import parse, read_file
 from ort_accel.errors import ConfigError, Problem
 
 OLD_KEYS = ("fp16", "dynamo_backend")
 """Keys that accelerate still reads from files of older versions."""
 
-POSSIBLE = {
+SUPPORTED = {
     "compute_environment": ("LOCAL_MACHINE",),
     "distributed_type": ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP"),
 }
@@ -35,7 +35,7 @@ class AccelerateFile:
         if content is None:
             raise ConfigError([Problem("", reason, source=name)])
         self._data, self._tree = _read(content, name)
-        problems = self._impossible() or self._unknown_keys()
+        problems = self._unsupported() or self._unknown_keys()
         try:
             load_config(name if self.has_section else None)
         except ConfigError as error:
@@ -64,30 +64,30 @@ class AccelerateFile:
         file.write_text(yaml.safe_dump({key: value for key, value in self._data.items() if key != SECTION}))
         return str(file)
 
-    def _impossible(self) -> list[Problem]:
+    def _unsupported(self) -> list[Problem]:
         """Returns the set-ups that accelerate can launch and ort_accel cannot."""
         problems = [
-            self._place((key,)).problem((key,), _not_there(value, allowed))
-            for key, allowed in POSSIBLE.items()
+            self._position((key,)).problem((key,), _unsupported_value(value, allowed))
+            for key, allowed in SUPPORTED.items()
             if (value := self._data.get(key, allowed[0])) not in allowed
         ]
         for path in (("dynamo_backend",), ("dynamo_config", "dynamo_backend")):
             compiler = _below(self._data, path)
             if compiler is not None and str(compiler).upper() not in ("NO", "FALSE"):
                 text = f"{compiler}: a model has one compiler, with `ort-accel launch` it is ort_accel; remove this key"
-                problems.append(self._place(path).problem(path, text))
+                problems.append(self._position(path).problem(path, text))
         return problems
 
     def _unknown_keys(self) -> list[Problem]:
         known = [*ClusterConfig.__dataclass_fields__, *OLD_KEYS]
         return [
-            self._place((key,), key=True).problem((key,), _unknown(key, known))
+            self._position((key,), key=True).problem((key,), _unknown(key, known))
             for key in map(str, self._data)
             if key not in known and key != SECTION
         ]
 
-    def _place(self, path: KeyPath, key: bool = False) -> Place:
-        return place_of(self._tree, path, key=key) if self._tree else Place(self.name)
+    def _position(self, path: KeyPath, key: bool = False) -> Position:
+        return position_of(self._tree, path, key=key) if self._tree else Position(self.name)
 
 
 def _read(content: bytes, name: str) -> tuple[dict[str, Any], Node | None]:
@@ -102,7 +102,7 @@ def _read(content: bytes, name: str) -> tuple[dict[str, Any], Node | None]:
     return data, tree
 
 
-def _not_there(value: object, allowed: tuple[str, ...]) -> str:
+def _unsupported_value(value: object, allowed: tuple[str, ...]) -> str:
     if value is False and "NO" in allowed:
         return "accelerate reads NO without quotes as false; write 'NO'"
     return f"{value}: no ONNX Runtime trains there; allowed: {', '.join(allowed)}"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ort_accel.subscribers.comparison import Difference
 
-_SHOWN = 10
+_MAX_ROWS = 10
 
 
 def compare_stats(
@@ -76,7 +76,7 @@ def _around(differences: Sequence[Difference], parted: Difference | None, tolera
         return []
     start = differences.index(parted)
     diverged = [item for item in differences[start:] if item.amount > tolerance]
-    return [*differences[max(start - 1, 0) : start], *diverged[:_SHOWN]]
+    return [*differences[max(start - 1, 0) : start], *diverged[:_MAX_ROWS]]
 
 
 def _table(differences: Sequence[Difference], tolerance: float) -> Table:

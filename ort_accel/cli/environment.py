@@ -60,7 +60,7 @@ class Environment:
         return {"can_train": not self.blockers, **asdict(self)}
 
 
-def look_around() -> Environment:
+def inspect_environment() -> Environment:
     """Ask Python, the packages, ONNX Runtime and PyTorch. A missing one is an entry, never an exception."""
     blockers: list[str] = []
     warnings: list[str] = []

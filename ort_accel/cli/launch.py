@@ -36,7 +36,7 @@ def launch(
     from ort_accel.errors import OrtAccelError
 
     if wants_help:
-        typer.echo(f"{context.get_help()}\n\n{launching.accelerates_help()}")
+        typer.echo(f"{context.get_help()}\n\n{launching.accelerate_help()}")
         return
     try:
         raise typer.Exit(launching.launch(arguments or []))

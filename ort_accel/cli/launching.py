@@ -31,7 +31,7 @@ PROGRAM = "ort-accel launch"
 USAGE = f"{PROGRAM} [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]"
 
 
-def accelerates_help() -> str:
+def accelerate_help() -> str:
     """Returns the help of `accelerate launch`, with our option among its own."""
     sys.argv = [PROGRAM]  # accelerate shows the options that fit these arguments
     return _parser().format_help()
@@ -42,17 +42,17 @@ def launch(arguments: Sequence[str]) -> int:
     args = _parser().parse_args(arguments)
     _check_script(args)
     _check_options(args)
-    file = _file_of(args)
+    file = _accelerate_file(args)
     has_section = file is not None and file.has_section
     source = args.ort_config or (file.name if file and has_section else None)
     usable_config(source)
     _put_runner_in_front(args, source)
-    _settle_cpus(args, file)
+    _set_up_cpus(args, file)
     if file is None:
-        return _launched(args)
+        return _run_launcher(args)
     with tempfile.TemporaryDirectory() as folder:
         args.config_file = file.without_section(Path(folder))
-        return _launched(args)
+        return _run_launcher(args)
 
 
 def _parser() -> ArgumentParser:
@@ -91,7 +91,7 @@ def _similar(script: Path) -> str:
     return f"; did you mean {script.parent / close[0]}?" if close else f" in {script.parent.absolute()}"
 
 
-def _file_of(args: Namespace) -> AccelerateFile | None:
+def _accelerate_file(args: Namespace) -> AccelerateFile | None:
     """Returns the configuration file that accelerate would read."""
     if args.config_file is not None:
         return AccelerateFile(args.config_file)
@@ -116,7 +116,7 @@ def _put_runner_in_front(args: Namespace, config_file: str | None) -> None:
     args.training_script, args.module = RUNNER, True
 
 
-def _settle_cpus(args: Namespace, file: AccelerateFile | None) -> None:
+def _set_up_cpus(args: Namespace, file: AccelerateFile | None) -> None:
     """Set threads and memory for processes on CPUs. Torchrun starts several, where accelerate would need mpirun."""
     multi_cpu = file is not None and file.is_multi_cpu
     if args.mpirun_hostfile is not None or not (args.cpu or multi_cpu):
@@ -124,20 +124,20 @@ def _settle_cpus(args: Namespace, file: AccelerateFile | None) -> None:
     processes = args.num_processes or (file.processes if file and multi_cpu else 1)
     if args.num_cpu_threads_per_process is None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
-    _leave_no_gaps()
+    _join_freed_blocks()
     if processes > 1:
         args.cpu, args.multi_gpu, args.num_processes = False, True, processes
         os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
-def _leave_no_gaps() -> None:
+def _join_freed_blocks() -> None:
     """Let glibc join freed blocks in the processes to be started, unless the user has set its cache."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if leaves_gaps() and JOINING.partition("=")[0] not in tunables:
         os.environ["GLIBC_TUNABLES"] = f"{tunables}:{JOINING}".lstrip(":")
 
 
-def _launched(args: Namespace) -> int:
+def _run_launcher(args: Namespace) -> int:
     """Let accelerate start the processes; returns the exit code of the first that failed, or 0."""
     try:
         launch_command(args)

@@ -48,7 +48,7 @@ def follow(tree: Node, name: str, folder: Path, file: Path | None = None) -> Cha
         if base is not None and content is None:
             unreadable = f"{shortened(str(base))!r}: {unreadable}"
         if base is None or content is None:
-            chain.problems.append(link.place.problem((EXTENDS,), unreadable))
+            chain.problems.append(link.position.problem((EXTENDS,), unreadable))
             chain.complete = False
             break
         current, problems = parse(content, str(base))

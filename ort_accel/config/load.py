@@ -10,7 +10,17 @@ from pathlib import Path
 from ort_accel.config.declaration import Rule, broken
 from ort_accel.config.extends import Chain, follow
 from ort_accel.config.schema import Config
-from ort_accel.config.tree import BadData, KeyPath, Node, Place, from_data, place_of, shortened, value_at, without
+from ort_accel.config.tree import (
+    KeyPath,
+    Node,
+    Position,
+    UnsupportedDataError,
+    from_data,
+    position_of,
+    shortened,
+    value_at,
+    without,
+)
 from ort_accel.config.wording import validate
 from ort_accel.config.yaml_file import parse, read_file
 from ort_accel.errors import ConfigError, Problem
@@ -65,15 +75,15 @@ def _load_section(section: Node, problems: list[Problem], name: str, folder: Pat
         file = folder / section.value
         if not file.is_file():
             reason = read_file(file, str(file))[1] or "this is not a file"
-            raise ConfigError([section.place.problem((SECTION,), f"{shortened(section.value)!r}: {reason}")])
+            raise ConfigError([section.position.problem((SECTION,), f"{shortened(section.value)!r}: {reason}")])
         return _load_file(str(file), with_section=False)
     if section.value is not None and not isinstance(section.value, dict):
         text = "a map of ort_accel's keys belongs here, or the path of its file, relative to this one"
-        raise ConfigError([section.place.problem((SECTION,), text)])
+        raise ConfigError([section.position.problem((SECTION,), text)])
     mine = [problem for problem in problems if problem.path == SECTION or _within(problem.path, SECTION)]
     inside = [replace(problem, path=problem.path.removeprefix(SECTION).removeprefix(".")) for problem in mine]
     try:
-        return _build(Node(section.value or {}, section.place), inside, name, folder)
+        return _build(Node(section.value or {}, section.position), inside, name, folder)
     except ConfigError as error:
         raise ConfigError(_below_section(problem, name) for problem in error.problems) from None
 
@@ -86,8 +96,8 @@ def _below_section(problem: Problem, name: str) -> Problem:
 def _load_data(data: Mapping[str, object]) -> Config:
     try:
         tree = from_data(data)
-    except BadData as error:
-        raise ConfigError([Place().problem(error.path, error.message)]) from error
+    except UnsupportedDataError as error:
+        raise ConfigError([Position().problem(error.path, error.message)]) from error
     return _build(tree, [], "config", Path())
 
 
@@ -148,14 +158,16 @@ def _rule_problem(tree: Node | None, rule: Rule, message: str) -> Problem:
     """Returns the problem at the first key of a rule that the file gives."""
     paths: list[KeyPath] = [tuple(key.split(".")) for key in rule.keys]
     if tree is None:
-        return Place().problem(paths[0], message)
+        return Position().problem(paths[0], message)
     given = next((path for path in paths if value_at(tree, path) is not None), ())
-    return place_of(tree, given).problem(paths[0], message)
+    return position_of(tree, given).problem(paths[0], message)
 
 
 def _in_order(problems: list[Problem], chain: Chain) -> list[Problem]:
     """Sort problems in the order of the files that extend each other, and of the lines in each."""
-    files = list(dict.fromkeys([tree.place.source for tree in chain.trees] + [problem.source for problem in problems]))
+    files = list(
+        dict.fromkeys([tree.position.source for tree in chain.trees] + [problem.source for problem in problems])
+    )
     return sorted(problems, key=lambda each: (files.index(each.source), each.line or 0, each.column or 0))
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from ort_accel.config.tree import BIGGEST_NUMBER, Scalar, shortened
+from ort_accel.config.tree import MAX_INTEGER, Scalar, shortened
 
 NULLS = ("", "~", "null", "Null", "NULL")
 BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-OLD_BOOLS = {"yes": True, "on": True, "y": True, "no": False, "off": False, "n": False}
+YAML_1_1_BOOLS = {"yes": True, "on": True, "y": True, "no": False, "off": False, "n": False}
 """Words that YAML 1.1 took for booleans; here they are text, and an error points it out."""
 
 _INTEGER = re.compile(r"[-+]?[0-9]+")
@@ -39,8 +39,8 @@ def read_scalar(text: str) -> Scalar:
     pattern, base = _BASED.get(text[:2], (_INTEGER, 10))
     if pattern.fullmatch(text):
         number = int(text, base) if len(text) <= _MAX_DIGITS else None
-        if number is None or abs(number) > BIGGEST_NUMBER:
-            raise ScalarError(f"the number is too large; the largest is {BIGGEST_NUMBER}")
+        if number is None or abs(number) > MAX_INTEGER:
+            raise ScalarError(f"the number is too large; the largest is {MAX_INTEGER}")
         return number
     if _FLOAT.fullmatch(text):
         return float(text)
@@ -57,7 +57,7 @@ def write_scalar(value: Scalar) -> str:
         return "true" if value else "false"
     if not isinstance(value, str):
         return repr(value).replace("inf", ".inf").replace("nan", ".nan")
-    safe = _PLAIN.fullmatch(value) and value.lower() not in OLD_BOOLS and isinstance(_read_or_none(value), str)
+    safe = _PLAIN.fullmatch(value) and value.lower() not in YAML_1_1_BOOLS and isinstance(_read_or_none(value), str)
     return value if safe else f'"{"".join(map(_escape, value))}"'
 
 

@@ -10,8 +10,8 @@ from ort_accel.errors import Problem
 
 MAX_DEPTH = 32
 MAX_NODES = 10_000
-LONGEST_SHOWN = 60
-BIGGEST_NUMBER = 2**63 - 1
+MAX_SHOWN_CHARACTERS = 60
+MAX_INTEGER = 2**63 - 1
 
 Scalar = str | int | float | bool | None
 Plain = Scalar | Sequence["Plain"] | Mapping[str, "Plain"]
@@ -22,7 +22,7 @@ KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """A position in a file: its name, and line and column counted from 1. All are None for data from Python."""
 
     source: str | None = None
@@ -39,14 +39,14 @@ class Node:
     """A value and its place."""
 
     value: Scalar | tuple[Node, ...] | dict[str, Entry]
-    place: Place
+    position: Position
 
 
 @dataclass(frozen=True)
 class Entry:
     """One `key: value` of a map, with the place of the key."""
 
-    key: Place
+    key: Position
     node: Node
 
 
@@ -58,7 +58,7 @@ def dotted(path: KeyPath) -> str:
 
 def shortened(text: str) -> str:
     """Returns the text, or its beginning where it is too long for a message."""
-    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
 
 
 def _visible(text: str) -> str:
@@ -85,7 +85,7 @@ def child(node: Node, part: str | int) -> Node | None:
     return None
 
 
-def place_of(node: Node, path: KeyPath, *, key: bool = False) -> Place:
+def position_of(node: Node, path: KeyPath, *, key: bool = False) -> Position:
     """Returns the place of the value at `path` (or of its key); of the innermost section above it if it is absent."""
     for depth, part in enumerate(path):
         below = child(node, part)
@@ -94,7 +94,7 @@ def place_of(node: Node, path: KeyPath, *, key: bool = False) -> Place:
         if key and depth == len(path) - 1 and isinstance(node.value, dict):
             return node.value[str(part)].key
         node = below
-    return node.place
+    return node.position
 
 
 def value_at(node: Node, path: KeyPath) -> Node | None:
@@ -126,10 +126,10 @@ def merge(base: Node, over: Node) -> Node:
     for key, entry in over.value.items():
         below = entries.get(key)
         entries[key] = replace(entry, node=merge(below.node, entry.node)) if below else entry
-    return Node(entries, over.place)
+    return Node(entries, over.position)
 
 
-class BadData(Exception):
+class UnsupportedDataError(Exception):
     """A value from Python that a configuration cannot hold."""
 
     def __init__(self, path: KeyPath, message: str) -> None:
@@ -139,35 +139,37 @@ class BadData(Exception):
 
 
 def from_data(data: object, path: KeyPath = ()) -> Node:
-    """Returns a tree without places from Python data; raises `BadData` for data that YAML could not hold."""
+    """Returns a tree without places from Python data; raises `UnsupportedDataError` for values beyond YAML."""
     if len(path) > MAX_DEPTH:
-        raise BadData(path[:3], f"nested more than {MAX_DEPTH} deep")
+        raise UnsupportedDataError(path[:3], f"nested more than {MAX_DEPTH} deep")
     if isinstance(data, Mapping):
         for key in data:
             if not isinstance(key, str):
-                raise BadData(path, f"the key {key!r} is not text")
-        return Node({str(key): Entry(Place(), from_data(value, (*path, key))) for key, value in data.items()}, Place())
+                raise UnsupportedDataError(path, f"the key {key!r} is not text")
+        return Node(
+            {str(key): Entry(Position(), from_data(value, (*path, key))) for key, value in data.items()}, Position()
+        )
     if isinstance(data, list | tuple):
-        return Node(tuple(from_data(item, (*path, index)) for index, item in enumerate(data)), Place())
-    return Node(_scalar(data, path), Place())
+        return Node(tuple(from_data(item, (*path, index)) for index, item in enumerate(data)), Position())
+    return Node(_scalar(data, path), Position())
 
 
 def _scalar(data: object, path: KeyPath) -> Scalar:
     if data is None or isinstance(data, bool):
         return data
     if isinstance(data, int):
-        if abs(data) > BIGGEST_NUMBER:
-            raise BadData(path, f"the number is too large; the largest is {BIGGEST_NUMBER}")
+        if abs(data) > MAX_INTEGER:
+            raise UnsupportedDataError(path, f"the number is too large; the largest is {MAX_INTEGER}")
         return int(data)
     if isinstance(data, float):
         return float(data)
     text = os.fspath(data) if isinstance(data, os.PathLike) else data
     if not isinstance(text, str):
-        raise BadData(
+        raise UnsupportedDataError(
             path, f"a {type(data).__name__} is not allowed; use plain data: maps, lists, text, numbers, booleans"
         )
     if has_surrogate(text):
-        raise BadData(path, "the text holds half of a character pair")
+        raise UnsupportedDataError(path, "the text holds half of a character pair")
     return str.__str__(text)
 
 

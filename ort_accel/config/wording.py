@@ -8,14 +8,14 @@ from functools import cache
 from pydantic import ValidationError
 
 from ort_accel.config.fields import Shape, all_keys, allowed, choices, keys_of, known_part, shape_at
-from ort_accel.config.scalars import OLD_BOOLS, ScalarError, read_scalar, write_scalar
+from ort_accel.config.scalars import YAML_1_1_BOOLS, ScalarError, read_scalar, write_scalar
 from ort_accel.config.schema import Config
-from ort_accel.config.tree import KeyPath, Node, Plain, dotted, place_of, plain, shortened, value_at
+from ort_accel.config.tree import KeyPath, Node, Plain, dotted, plain, position_of, shortened, value_at
 from ort_accel.errors import Problem
 
 EXTENDS = "extends"
 WITHOUT_QUOTES = " without quotes"
-_OTHER_NAMES = {"gpu": "cuda", "none": "null", "nil": "null"}
+_SYNONYMS = {"gpu": "cuda", "none": "null", "nil": "null"}
 _OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 
 
@@ -35,13 +35,13 @@ def validate(tree: Node) -> tuple[Config | None, list[tuple[KeyPath, Problem, bo
 
 def _mistake(tree: Node, path: KeyPath, kinds: list[str], message: str) -> tuple[KeyPath, Problem, bool]:
     if "extra_forbidden" in kinds:
-        return path, place_of(tree, path, key=True).problem(path, _unknown_key(path)), False
+        return path, position_of(tree, path, key=True).problem(path, _unknown_key(path)), False
     if "missing" in kinds:
         text = f"this key must be given; allowed: {allowed(shape_at(path))}"
-        return path, place_of(tree, path[:-1], key=True).problem(path, text), True
+        return path, position_of(tree, path[:-1], key=True).problem(path, text), True
     node = value_at(tree, path)
     text = message if "refused" in kinds else _wrong_value(path, None if node is None else plain(node), kinds)
-    return path, place_of(tree, path).problem(path, text), False
+    return path, position_of(tree, path).problem(path, text), False
 
 
 def _unknown_key(path: KeyPath) -> str:
@@ -126,10 +126,10 @@ def _with_namespace(shape: Shape, text: str) -> str:
 
 def _similar_text(words: list[str], numbers: bool, text: str) -> str:
     plainer = text.strip().lower()
-    if plainer in OLD_BOOLS and "true" in words:
-        return write_scalar(OLD_BOOLS[plainer])
-    if _OTHER_NAMES.get(plainer) in words:
-        return _OTHER_NAMES[plainer]
+    if plainer in YAML_1_1_BOOLS and "true" in words:
+        return write_scalar(YAML_1_1_BOOLS[plainer])
+    if _SYNONYMS.get(plainer) in words:
+        return _SYNONYMS[plainer]
     if plainer in words:
         return plainer if plainer != text else f"{text}{WITHOUT_QUOTES}"
     try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ort_accel.config.scalars import write_scalar
 from ort_accel.config.tree import Plain
 
-_LONGEST_SIMPLE_KEY = 500
+_MAX_SIMPLE_KEY_CHARACTERS = 500
 """A reader gives up on `key: value` when the key is very long; `? key` has no such limit."""
 
 
@@ -29,7 +29,7 @@ def _lines(data: Mapping[str, Plain]) -> Iterator[str]:
     for key, value in data.items():
         text = write_scalar(key)
         start = f"{text}:"
-        if len(text) > _LONGEST_SIMPLE_KEY:
+        if len(text) > _MAX_SIMPLE_KEY_CHARACTERS:
             yield f"? {text}"
             start = ":"
         if isinstance(value, Mapping) and value:

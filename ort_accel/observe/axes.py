@@ -36,7 +36,7 @@ class Axis:
     whole: bool = False
     """True if its ticks are whole numbers."""
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         """Returns the position of a value in pixels; values outside of the axis are at its edge."""
         share = (self._scaled(value) - self._scaled(self.low)) / (self._scaled(self.high) - self._scaled(self.low))
         return round(self.start + min(max(share, 0.0), 1.0) * (self.end - self.start), 1)
@@ -61,7 +61,7 @@ def _round_step(rough: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
 
 
-def upright(values: Iterable[float], logarithmic: bool) -> Axis:
+def vertical_axis(values: Iterable[float], logarithmic: bool) -> Axis:
     """Returns the vertical axis for these values. It begins at zero, a logarithmic one at a power of ten."""
     found = [value for value in values if math.isfinite(value)]
     if logarithmic:
@@ -76,7 +76,7 @@ def _ends(values: Sequence[float]) -> tuple[tuple[Callable[[float], int], float]
     return (math.floor, min(values)), (math.ceil, max(values))
 
 
-def level(values: Sequence[float], whole: bool = True) -> Axis:
+def horizontal_axis(values: Sequence[float], whole: bool = True) -> Axis:
     """Returns the horizontal axis from the first of these numbers to the last."""
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     return Axis(low, high if high > low else low + 1.0, LEFT, WIDTH - RIGHT, whole=whole)
@@ -86,11 +86,11 @@ def frame(across: Axis, up: Axis, x_name: str, y_name: str) -> list[Markup]:
     """Returns the grid lines, the numbers, and the names of the axes."""
     parts = []
     for value in up.ticks():
-        y = up.place(value)
+        y = up.position(value)
         parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
         parts.append(tag("text", short(value), x=LEFT - 6, y=y + 4, text_anchor="end"))
     for value in across.ticks():
-        parts.append(tag("text", short(value), x=across.place(value), y=HEIGHT - BOTTOM + 16, text_anchor="middle"))
+        parts.append(tag("text", short(value), x=across.position(value), y=HEIGHT - BOTTOM + 16, text_anchor="middle"))
     middle = (TOP + HEIGHT - BOTTOM) / 2
     turned = f"rotate(-90 12 {middle})"
     parts.append(tag("text", x_name, x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, text_anchor="middle"))

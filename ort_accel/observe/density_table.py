@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ort_accel.observe.axes import short
-from ort_accel.observe.feature_table import WIDTH
+from ort_accel.observe.feature_table import WIDTH_CHARACTERS
 from ort_accel.reporting import InputDensity, Inspection
 
 HEADINGS = (
@@ -21,7 +21,7 @@ NUMBERS = (0, 3, 4, 5, 6)
 """The indices of its columns of numbers."""
 SCHEME_HEADINGS = ("FLOPs a batch, estimated", "of dense")
 """The headings of the figures of each batching scheme."""
-_LONGEST_LIST = 16
+_MAX_SHOWN_ROWS = 16
 
 
 def print_density(inspection: Inspection) -> None:
@@ -33,7 +33,7 @@ def print_density(inspection: Inspection) -> None:
         print(density_table(inspection), file=sys.stderr)
 
 
-def density_table(inspection: Inspection, width: int = WIDTH) -> str:
+def density_table(inspection: Inspection, width: int = WIDTH_CHARACTERS) -> str:
     """Returns the table as plain text."""
     console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
     console.print(_render(inspection))
@@ -43,7 +43,7 @@ def density_table(inspection: Inspection, width: int = WIDTH) -> str:
 
 def cells(row: InputDensity) -> tuple[str, ...]:
     """Returns the cells of a row."""
-    shown = ", ".join(map(str, row.rows[:_LONGEST_LIST])) + (", ..." if len(row.rows) > _LONGEST_LIST else "")
+    shown = ", ".join(map(str, row.rows[:_MAX_SHOWN_ROWS])) + (", ..." if len(row.rows) > _MAX_SHOWN_ROWS else "")
     pad = "" if row.pad is None else str(row.pad)
     amounts = f"{row.density:.1%}", f"{row.valid:,}", f"{row.total:,}"
     return (str(row.step), row.kind, row.name, pad, *amounts, f"[{shown}]")

@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ort_accel.observe.headline import percent, shared
+from ort_accel.observe.headline import percent, work_summary
 from ort_accel.observe.memory_table import render_memory
 from ort_accel.reporting import Fallback, Feature, Race, Report, Runner, Segment, State
 
@@ -18,14 +18,14 @@ WORDS = {State.APPLIED: "ON", State.REFUSED: "REFUSED", State.OFF: "OFF"}
 _STYLES = {State.APPLIED: "green", State.REFUSED: "yellow", State.OFF: "dim"}
 KINDS = ("forward", "backward", "inference")
 """The kinds of graphs; the name of a graph begins with its kind."""
-_LONGEST_LIST = 10
-WIDTH = 120
+_MAX_ROWS = 10
+WIDTH_CHARACTERS = 120
 """The width in characters of a table without a terminal."""
 
 
 def feature_table(report: Report, everything: bool = True, width: int | None = None) -> str:
     """Returns the table as plain text, as wide as `width` or else as the terminal."""
-    width = width or get_terminal_size((WIDTH, 0)).columns
+    width = width or get_terminal_size((WIDTH_CHARACTERS, 0)).columns
     console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
     console.print(render(report, everything))
     assert isinstance(console.file, StringIO)
@@ -44,13 +44,13 @@ def print_feature_table(report: Report, everything: bool = True, stderr: bool = 
 def render(report: Report, everything: bool = True) -> RenderableType:
     """Returns the table for a rich console. Without `everything`, it counts features that are off, and cuts lists."""
     version = report.versions.get("ort_accel", "")
-    title = Text(f"***** ort_accel {version}: {shared(report)} *****".replace("  ", " "), style="bold")
+    title = Text(f"***** ort_accel {version}: {work_summary(report)} *****".replace("  ", " "), style="bold")
     parts: list[RenderableType | None] = [
         title,
         _features(report.features.values(), everything),
         _shares(report.segments),
     ]
-    longest = None if everything else _LONGEST_LIST
+    longest = None if everything else _MAX_ROWS
     choices = [item for item in report.fallbacks if item.reason.is_choice]
     forced = [item for item in report.fallbacks if not item.reason.is_choice]
     parts.append(_fallbacks("PyTorch runs what ONNX Runtime cannot", forced, longest))

@@ -7,20 +7,20 @@ from collections import Counter
 from ort_accel.reporting import Reason, Report
 
 DETAILS = "details: print(ort_accel.report(model))"
-_OUTSIDE = (Reason.GRAPH_BREAK, Reason.NOT_COMPILED)
+_UNCAPTURED = (Reason.GRAPH_BREAK, Reason.NOT_COMPILED)
 """Reasons why code is in no segment. PyTorch runs it in eager mode, and its work is not counted."""
 
 
 def headline(report: Report) -> str:
     """Returns the line that is logged once a model has trained a step."""
     took = f", set up in {_seconds(report.set_up_seconds)}" if report.timings else ""
-    return f"{shared(report)}{took}; {DETAILS}"
+    return f"{work_summary(report)}{took}; {DETAILS}"
 
 
-def shared(report: Report) -> str:
+def work_summary(report: Report) -> str:
     """Returns the share of the estimated FLOPs that ONNX Runtime runs, at the sizes that graphs were compiled with."""
     ours, whole = report.work
-    outside = sum(item.count for item in report.fallbacks if item.reason in _OUTSIDE)
+    outside = sum(item.count for item in report.fallbacks if item.reason in _UNCAPTURED)
     if not whole:
         return _without_graphs(report)
     if report.comparison is not None and not report.comparison.is_on_engine:

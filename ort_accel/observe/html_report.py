@@ -26,7 +26,7 @@ _SERIES = {
     "ort/peak_memory": ("The most memory that the process has held so far", "MiB"),
 }
 """The caption and the unit of each figure over the steps."""
-_LONGEST_LIST = 40
+_MAX_ROWS = 40
 _LOGARITHMIC_RATIO = 20
 """The ratio of a figure's highest to its lowest value beyond which the axis is logarithmic."""
 
@@ -136,8 +136,8 @@ def _fallback_table(items: Sequence[Data]) -> Markup:
         return [(f"{item['count']:,}", item["op"], item["reason"], item["detail"], item["where"]) for item in part]
 
     headings = ("nodes", "operator", "reason", "detail", "line of the model")
-    shown = table(headings, rows(items[:_LONGEST_LIST]), numbers=(0,))
-    rest = items[_LONGEST_LIST:]
+    shown = table(headings, rows(items[:_MAX_ROWS]), numbers=(0,))
+    rest = items[_MAX_ROWS:]
     return joined(shown, folded(f"{len(rest)} more kinds", table(headings, rows(rest), numbers=(0,))) if rest else "")
 
 

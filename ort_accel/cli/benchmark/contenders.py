@@ -22,7 +22,7 @@ FP32_TOLERANCE = 1e-4
 """The largest distance of a gradient from eager's, as a share of its norm."""
 BF16_TOLERANCE = 3
 """The largest distance from the fp32 gradients, in multiples of the distance of eager's bf16 gradients."""
-_SMALL = 1e-3
+_MIN_NORM_SHARE = 1e-3
 """The smallest norm that distances are divided by, as a share of the largest: smaller gradients may be all rounding."""
 
 
@@ -88,11 +88,11 @@ def trace(model: nn.Module, batch: Batch, precision: str) -> Trace:
 def distances(one: Trace, other: Trace) -> dict[str, float]:
     """Returns the distance of each value from the other step's, as a share of its norm."""
     longest = max((float(gradient.norm()) for gradient in other.gradients.values()), default=0.0)
-    found = {"the loss": abs(one.loss - other.loss) / max(abs(other.loss), _SMALL)}
+    found = {"the loss": abs(one.loss - other.loss) / max(abs(other.loss), _MIN_NORM_SHARE)}
     for name, gradient in other.gradients.items():
         if name not in one.gradients:
             return {f"the gradient of {name}": float("inf")}
-        length = max(float(gradient.norm()), _SMALL * longest)
+        length = max(float(gradient.norm()), _MIN_NORM_SHARE * longest)
         found[f"the gradient of {name}"] = float((one.gradients[name] - gradient).norm()) / length
     return found
 

@@ -30,8 +30,8 @@ from ort_accel.memory.process_memory import MostInUse, in_use, reset_peak, resid
 Figures = dict[str, float | str | None]
 """Figures of a contender by name, or its error under `error`."""
 
-STEPS = 3
-TIMEOUT = 600
+LATER_STEPS = 3
+TIMEOUT_SECONDS = 600
 
 
 def in_fresh_processes(name: str, workload: Workload, config: Config, threads: int) -> Figures:
@@ -61,7 +61,7 @@ def _in_fresh_process(task: dict[str, object]) -> Figures:
             input=json.dumps(task),
             capture_output=True,
             text=True,
-            timeout=TIMEOUT,
+            timeout=TIMEOUT_SECONDS,
             env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": empty},
             check=False,
         )
@@ -73,7 +73,7 @@ def _in_fresh_process(task: dict[str, object]) -> Figures:
 
 
 def first_step(name: str, workload: Workload, config: Config) -> Figures:
-    """Returns how long the first step takes in this process."""
+    """Time the first step in this process."""
     model, batch = build(workload), batch_of(workload)
     start = time.perf_counter()
     _prepared_step(name, model, batch, workload.precision, config)
@@ -92,7 +92,7 @@ def most_memory(name: str, workload: Workload, config: Config) -> Figures:
     reset_peak()
     _prepared_step(name, model, batch, workload.precision, config)
     first = resident("VmHWM")
-    for number in range(1 + STEPS):
+    for number in range(1 + LATER_STEPS):
         if number == 1:
             reset_peak()
         _later_step(model, batch, workload)

@@ -16,8 +16,8 @@ from ort_accel.runtime.installed_ort import installed_runtime
 from ort_accel.runtime.kernel_probes import Probe, Sample
 from ort_accel.runtime.session import Session, SessionSettings
 
-SIDE = 1024
-SECONDS = 0.5
+MATRIX_SIDE = 1024
+MEASURING_SECONDS = 0.5
 
 
 class Facts(TypedDict):
@@ -83,23 +83,23 @@ def _processor() -> dict[str, str]:
 
 
 def _torch_gflops(dtype: torch.dtype) -> float:
-    left, right, result = (torch.randn(SIDE, SIDE).to(dtype) for _ in range(3))
+    left, right, result = (torch.randn(MATRIX_SIDE, MATRIX_SIDE).to(dtype) for _ in range(3))
     return _gflops(lambda: torch.mm(left, right, out=result))
 
 
 def _ort_gflops(threads: int) -> float:
-    product = Probe("MatMul", (Sample((SIDE, SIDE)),) * 2, {}, ("float32",), "", 17)
+    product = Probe("MatMul", (Sample((MATRIX_SIDE, MATRIX_SIDE)),) * 2, {}, ("float32",), "", 17)
     session = Session(product.model().SerializeToString(), ["in0", "in1"], ["out0"], SessionSettings(threads))
-    left, right = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
+    left, right = torch.randn(MATRIX_SIDE, MATRIX_SIDE), torch.randn(MATRIX_SIDE, MATRIX_SIDE)
     return _gflops(lambda: session([to_ort(left), to_ort(right)]))
 
 
 def _gflops(product: Callable[[], object]) -> float:
-    """Returns the speed of the fastest product within `SECONDS`: others may have been disturbed."""
+    """Returns the speed of the fastest product within `MEASURING_SECONDS`: others may have been disturbed."""
     best = float("inf")
-    end = time.perf_counter() + SECONDS
+    end = time.perf_counter() + MEASURING_SECONDS
     while time.perf_counter() < end:
         start = time.perf_counter()
         product()
         best = min(best, time.perf_counter() - start)
-    return 2 * SIDE**3 / best / 1e9
+    return 2 * MATRIX_SIDE**3 / best / 1e9

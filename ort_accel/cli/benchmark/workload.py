@@ -14,12 +14,12 @@ from torch import nn
 Batch = dict[str, torch.Tensor]
 
 CLASSES = 4
-EXPERTS, CHOSEN = 8, 2
+EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 """The experts of a layer, and those of a token; each expert is twice as wide as the model."""
-PATCH = 16
-MASKED = 0.15
+PATCH_PIXELS = 16
+MASKED_SHARE = 0.15
 """The share of tokens with a label, in masked language modelling."""
-VARIATION = 0.1
+SHARE_VARIATION = 0.1
 """The largest relative difference of a batch's shares of tokens and labels from the wanted ones."""
 IGNORED = -100
 """The label of a token that has none."""
@@ -69,8 +69,8 @@ def build(workload: Workload) -> nn.Module:
 def batch_of(workload: Workload, number: int = 0) -> Batch:
     """Returns a batch from a fixed seed. Its rows differ in length unless all tokens are valid.
 
-    The first batch has the wanted shares of tokens and labels. Those of others differ by up to `VARIATION`, as in a
-    training, so that a cache keyed by sizes gains nothing by meeting one batch again and again.
+    The first batch has the wanted shares of tokens and labels. Those of others differ by up to `SHARE_VARIATION`, as in
+    a training, so that a cache keyed by sizes gains nothing by meeting one batch again and again.
     """
     generator = torch.Generator().manual_seed(1 + number)
     return MODELS[workload.model][1](_varied(workload, number), generator)
@@ -78,7 +78,7 @@ def batch_of(workload: Workload, number: int = 0) -> Batch:
 
 def _varied(workload: Workload, number: int) -> Workload:
     """Returns the workload with one of thirteen shares that are evenly spread around the wanted one."""
-    share = 1 + VARIATION * ((7 * number + 6) % 13 / 6 - 1)
+    share = 1 + SHARE_VARIATION * ((7 * number + 6) % 13 / 6 - 1)
     density = min(1.0, workload.density * share) if workload.density < 1 else 1.0
     labelled = None if workload.labelled is None else min(density, workload.labelled * share)
     return replace(workload, density=density, labelled=labelled)
@@ -138,7 +138,7 @@ def _qwen3_moe(size: Workload) -> nn.Module:
         **_decoder(size),
         moe_intermediate_size=2 * size.hidden,
         num_experts=EXPERTS,
-        num_experts_per_tok=CHOSEN,
+        num_experts_per_tok=EXPERTS_PER_TOKEN,
         norm_topk_prob=True,
     )
     return hf.Qwen3MoeForCausalLM(config)
@@ -166,7 +166,7 @@ def _vit(size: Workload) -> nn.Module:
         num_attention_heads=size.heads,
         intermediate_size=4 * size.hidden,
         image_size=_side(size),
-        patch_size=PATCH,
+        patch_size=PATCH_PIXELS,
         hidden_dropout_prob=size.dropout,
         attention_probs_dropout_prob=size.dropout,
     )
@@ -176,7 +176,7 @@ def _vit(size: Workload) -> nn.Module:
 
 def _side(size: Workload) -> int:
     """Returns the side of a square image with about as many patches as a text would have tokens."""
-    return PATCH * isqrt(size.length)
+    return PATCH_PIXELS * isqrt(size.length)
 
 
 def _ids(size: Workload, generator: torch.Generator) -> torch.Tensor:
@@ -211,7 +211,7 @@ def _classified(size: Workload, generator: torch.Generator) -> Batch:
 
 def _masked(size: Workload, generator: torch.Generator) -> Batch:
     ids, batch = _padded(size, generator)
-    share = MASKED if size.labelled is None else size.labelled / size.density
+    share = MASKED_SHARE if size.labelled is None else size.labelled / size.density
     wanted = round(share * int(batch["attention_mask"].sum()))
     chances = torch.rand(ids.shape, generator=generator) * batch["attention_mask"]
     kept = torch.zeros_like(ids).flatten().index_fill(0, chances.flatten().topk(wanted).indices, 1).view_as(ids)
