@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ort_accel.cli.exits import errors_as_exit_code
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -37,18 +39,14 @@ def explain(
       ort-accel explain ./my-model/config.json --layers 2 --json
       ort-accel explain ./my-model --batch 16 --length 512 --memory --png memory.png
     """
-    from ort_accel.errors import OrtAccelError
     from ort_accel.observe.report_file import save_report
 
-    try:
+    with errors_as_exit_code():
         if png is not None:
             _check_png(png)
         report = _explained(model, config, batch, length, layers, memory or png is not None)
         if png is not None:
             save_report(report, png)
-    except OrtAccelError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from error
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1))
         return

@@ -10,8 +10,8 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from ort_accel.cli.exits import errors_as_exit_code
 from ort_accel.cli.presets import Machine, accelerate_config
-from ort_accel.errors import ConfigError
 
 ACCELERATE_FILE, ORT_ACCEL_FILE = "accelerate.yaml", "ort_accel.yaml"
 
@@ -154,11 +154,8 @@ def _write(folder: Path, accelerate_keys: dict[str, object], ort_accel_text: str
 
     from ort_accel.config.load import SECTION, load_config_text
 
-    try:
+    with errors_as_exit_code():
         load_config_text(ort_accel_text, ORT_ACCEL_FILE)
-    except ConfigError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from error
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ORT_ACCEL_FILE).write_text(ort_accel_text)
     (folder / ACCELERATE_FILE).write_text(yaml.safe_dump({**accelerate_keys, SECTION: ORT_ACCEL_FILE}, sort_keys=False))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from io import StringIO
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ort_accel.observe.axes import short
 from ort_accel.observe.feature_table import WIDTH_CHARACTERS
+from ort_accel.observe.text_tables import plain_text, text_table
 from ort_accel.reporting import InputDensity, Inspection
 
 HEADINGS = (
@@ -35,10 +34,7 @@ def print_density(inspection: Inspection) -> None:
 
 def density_table(inspection: Inspection, width: int = WIDTH_CHARACTERS) -> str:
     """Returns the table as plain text."""
-    console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
-    console.print(_render(inspection))
-    assert isinstance(console.file, StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+    return plain_text(_render(inspection), width)
 
 
 def cells(row: InputDensity) -> tuple[str, ...]:
@@ -70,18 +66,11 @@ def balancing(inspection: Inspection) -> str:
 
 
 def _render(inspection: Inspection) -> RenderableType:
-    rows = _table(HEADINGS, NUMBERS)
+    rows = text_table(HEADINGS, NUMBERS)
     for row in inspection.rows:
         rows.add_row(*map(Text, cells(row)))
-    batches = _table((f"the last {inspection.batches} batches", *SCHEME_HEADINGS), right=(1, 2))
+    batches = text_table((f"the last {inspection.batches} batches", *SCHEME_HEADINGS), right=(1, 2))
     for scheme in scheme_rows(inspection):
         batches.add_row(*map(Text, scheme))
     said = balancing(inspection)
     return Group(rows, Text(), *([batches] if inspection.ways else []), *([Text(said)] if said else []))
-
-
-def _table(headings: tuple[str, ...], right: tuple[int, ...]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
-    for place, heading in enumerate(headings):
-        table.add_column(heading, overflow="fold", justify="right" if place in right else "left")
-    return table

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ort_accel.memory_records import GraphMemory, MeasuredPeak, Peak, PlanKind, PlanRow
+from ort_accel.observe.text_tables import text_table
 from ort_accel.reporting import Report
 
 KINDS = {
@@ -52,7 +53,7 @@ def predicted(peak: Peak) -> str:
 
 def plan_table(rows: Sequence[PlanRow]) -> Table:
     """Returns the table with one row a plan, the largest saving first."""
-    table = _table("Plan", "", "config", "Freq", "Saving(B)", "Cost(ms)", "Saving Symbolic")
+    table = text_table(("Plan", "", "config", "Freq", "Saving(B)", "Cost(ms)", "Saving Symbolic"))
     for number, row in enumerate(rows, 1):
         state = "ON" if row.applied else "OFF"
         count = row.applied if 0 < row.applied < row.frequency else -1
@@ -81,18 +82,11 @@ def _summary(graph: GraphMemory) -> Table:
 
 def _clusters(rows: Sequence[PlanRow]) -> Table:
     """Returns the table of clusters: each with its option, the places requested and applied, and its saving."""
-    table = _table("cluster", "option", "requested", "applied", "share of saving", "saves in one place")
+    table = text_table(("cluster", "option", "requested", "applied", "share of saving", "saves in one place"))
     whole = sum(row.saving for row in rows) or 1
     for row in rows:
         asked = "all" if row.requested == -1 else str(row.requested)
         share = f"{100 * row.saving / whole:.1f} %"
         done = f"{row.applied} of {row.frequency}"
         table.add_row(Text(row.cluster), KINDS[row.kind], asked, done, share, Text(", ".join(row.shapes)))
-    return table
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
     return table
