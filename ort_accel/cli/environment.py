@@ -122,7 +122,7 @@ def _installed_version(name: str) -> str | None:
 
 def _runtime(blockers: list[str]) -> Runtime | None:
     if _installed_version("onnx") is None and len(installed_ort.installed_distributions()) == 1:
-        return None  # without onnx no question can be put, and onnx is among the blockers already
+        return None  # probes need onnx, whose absence is a blocker already
     try:
         found = installed_ort.installed_runtime()
     except RuntimeMissingError as error:

@@ -12,8 +12,6 @@ from pydantic_core import PydanticCustomError
 from ort_accel.config.plan_text import PlanError, join_plans, parse_plans
 from ort_accel.config.tree import shortened
 
-AUTO = "auto"
-
 Switch = Literal["auto"] | bool
 """`auto`: ort_accel decides and the report says which and why; `true` and `false` are obeyed."""
 

@@ -133,7 +133,7 @@ class _Reader:
             return None, [*self.problems, stop.problem]
         except YAMLError as error:
             return None, [*self.problems, self._syntax(error)]
-        except Exception as error:  # the parser has asserts and index errors of its own on odd input
+        except Exception as error:  # the parser raises assertion and index errors on odd input
             return None, [*self.problems, Position(self.source, 1, 1).problem((), f"not readable as YAML: {error}")]
 
     def _document(self, events: Iterator[_Event]) -> Node:
@@ -210,7 +210,7 @@ class _Reader:
                 self._report(event, (*path, key), f"given twice; the first is on line {entries[key].key.line}")
                 continue
             if node.value is None and node.position.line != event.start_mark.line + 1:
-                node = Node(None, self._position(event))  # nothing is written here
+                node = Node(None, self._position(event))  # a key without a value
             entries[key] = Entry(self._position(event), node)
         return Node(entries, self._position(start)), deepest
 

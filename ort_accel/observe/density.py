@@ -180,9 +180,7 @@ def _matrix(module: nn.Module) -> float:
     """Count two FLOPs of each weight in the forward, two for the input's gradient, and two for the weight's."""
     total = 0.0
     for weight in module.parameters(recurse=False):
-        shape = getattr(
-            weight, "ds_shape", weight.shape
-        )  # a weight that ZeRO-3 has partitioned has no other shape here
+        shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3 leaves a partitioned weight no other shape
         if len(shape) == 2:
             total += (6 if weight.requires_grad else 4) * shape.numel()
     return total

@@ -74,7 +74,7 @@ def test_times_counters_versions_and_notes_are_there():
     assert row(table, "note") == "note the folder is full"
 
 
-def test_the_short_table_ends_long_lists_with_a_count_and_names_no_feature_that_is_off():
+def test_the_short_table_cuts_long_lists_and_counts_features_that_are_off():
     made = report()
     for number in range(30):
         made.fallback(f"aten.op_{number:02}", Reason.UNSUPPORTED_OP, count=100 - number)
