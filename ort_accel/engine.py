@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -18,6 +18,7 @@ from ort_accel.compiler.layer_by_layer import LayeredCall, is_sharded, kinds_of,
 from ort_accel.compiler.module_call import CompiledCall, ModelCall, OutsideLoss
 from ort_accel.compiler.settings import resolve
 from ort_accel.config import Config, load_config
+from ort_accel.config.load import ConfigSource as ConfigSource
 from ort_accel.errors import OrtAccelError
 from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.logs import LOG, configure
@@ -25,11 +26,9 @@ from ort_accel.observe.report_file import ReportFile
 from ort_accel.observe.report_file import save_report as write_report
 from ort_accel.reporting import Report
 
-ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
-
 Model = TypeVar("Model", bound=nn.Module)
 
-_DECLINED: WeakKeyDictionary[nn.Module, Report] = WeakKeyDictionary()
+_DECLINED_REPORTS: WeakKeyDictionary[nn.Module, Report] = WeakKeyDictionary()
 """The reports of models that were to be accelerated and could not be."""
 
 
@@ -40,7 +39,7 @@ def accelerate(model: Model, config: ConfigSource = None) -> Model:
     changes nothing; with another one, or on another device, the model is set up anew.
     """
     settings = config if isinstance(config, Config) else load_config(config)
-    _refuse(model)
+    _refuse_unsupported(model)
     device, shards = device_of(model), is_sharded(model)
     present = call_of(model)
     if present is not None and runs_by_layers(model) is shards and present.backend.serves(settings, device):
@@ -64,10 +63,10 @@ def accelerate_layers(
 ) -> Model:
     """Let these layers of a model run on ONNX Runtime, each by itself, with Python between them; in place.
 
-    For parameters that are only there while their layer runs, be it by FSDP2 or, if `zero3` says so, by ZeRO stage 3.
-    Layers that are alike share what is compiled. `undo` is called when the model is restored.
+    Used for parameters that exist only while their layer runs: by FSDP2 or, with `zero3`, by ZeRO stage 3.
+    Layers that are alike share compiled graphs. `undo` is called when the model is restored.
     """
-    _refuse(model)
+    _refuse_unsupported(model)
     device = device_of(model)
     restore(model)
     backend = Backend(resolve(config, device, parameters_stay=False, zero3=zero3, sees_steps=False), Report())
@@ -87,13 +86,13 @@ def restore(model: Model) -> Model:
 
 
 def decline(model: Model, config: Config, reason: str) -> Model:
-    """Leave a model plain PyTorch and say why, in its report and in the log; an error where `fallback` is `error`."""
+    """Leave a model plain PyTorch, with the reason in its report and in the log; an error if `fallback` is `error`."""
     if config.engine.fallback == "error":
         raise OrtAccelError(
             f"engine.fallback is error, and this {type(model).__name__} cannot be accelerated: {reason}"
         )
     restore(model)
-    declined = _DECLINED.setdefault(model, Report())
+    declined = _DECLINED_REPORTS.setdefault(model, Report())
     declined.refused("engine", reason)
     configure(config.observe.log_level)
     LOG.warning("this %s stays plain PyTorch: %s", type(model).__name__, reason)
@@ -101,45 +100,45 @@ def decline(model: Model, config: Config, reason: str) -> Model:
 
 
 def config_of(model: nn.Module) -> Config | None:
-    """The configuration that an accelerated model runs with; None for any other model."""
+    """Returns the configuration that an accelerated model runs with; None for any other model."""
     call = call_of(model)
     return None if call is None else call.backend.config
 
 
 def runs_by_layers(model: nn.Module) -> bool:
-    """Whether a model is accelerated layer by layer."""
+    """True if a model is accelerated layer by layer."""
     return isinstance(call_of(model), LayeredCall)
 
 
 def foresee(model: nn.Module, sizes: Foreseen) -> None:
-    """Tell an accelerated model what is known about the batches to come, so that it compiles for them at once."""
+    """Tell an accelerated model the sizes of the batches to come, so that it compiles for them at once."""
     call = call_of(model)
     if call is not None:
         call.foresee(sizes)
 
 
 def take_over(model: nn.Module, call: ModelCall, config: Config) -> bool:
-    """Accelerate a model with what was compiled for another one of its kind, which is plain PyTorch from now on.
+    """Move the compiled graphs of another model to this one, and make the other one plain PyTorch.
 
-    Says whether that can be: the model must be of the same class, on the same device, and plain so far.
+    Returns False if that cannot be: the model must be of the same class, on the same device, and plain so far.
     """
-    _refuse(model)
+    _refuse_unsupported(model)
     is_plain = call_of(model) is None and not is_sharded(model)
     return is_plain and call.backend.serves(config, device_of(model)) and call.take_over(model)
 
 
 def recapture(model: nn.Module) -> None:
-    """Forget what was compiled for an accelerated model, since its hooks changed. A plain model stays as it is."""
+    """Drop the compiled graphs of an accelerated model, since its hooks changed. A plain model stays as it is."""
     call = call_of(model)
     if call is not None:
         model._compiled_call_impl = call.anew(model)
 
 
 def report(model: nn.Module) -> Report:
-    """What was applied to an accelerated model, what was refused and why, and what ran where."""
+    """Returns the report of an accelerated model: features applied and refused, and who ran which operators."""
     call = call_of(model)
-    if call is None and model in _DECLINED:
-        return _DECLINED[model]
+    if call is None and model in _DECLINED_REPORTS:
+        return _DECLINED_REPORTS[model]
     if call is None:
         raise OrtAccelError(f"this {type(model).__name__} is not accelerated; call ort_accel.accelerate(model) first")
     return call.backend.report
@@ -152,31 +151,31 @@ def save_report(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def report_file_of(model: nn.Module) -> ReportFile | None:
-    """The file that `observe.report_file` names for an accelerated model; None for any other model."""
+    """Returns the file that `observe.report_file` names for an accelerated model; None for any other model."""
     call = call_of(model)
     return None if call is None else call.backend.report_file
 
 
 def together_with(model: nn.Module, loss: OutsideLoss) -> AbstractContextManager[None]:
-    """While this is entered, the next call of an accelerated model computes this loss with it, where that can be."""
+    """Within this context, the next call of an accelerated model computes this loss in its graph, if possible."""
     call = call_of(model)
     return nullcontext() if call is None else call.together_with(loss)
 
 
 def inspector_of(model: nn.Module) -> DensityInspector | None:
-    """What looks at the batches of an accelerated model, where `density.inspect` asks for it."""
+    """Returns the inspector of an accelerated model's batches; None unless `density.inspect` is set."""
     call = call_of(model)
     return None if call is None else call.backend.inspector
 
 
 def call_of(model: nn.Module) -> ModelCall | None:
-    """What an accelerated model runs when it is called; None for any other model."""
+    """Returns the call that an accelerated model runs; None for any other model."""
     call = model._compiled_call_impl
     return call if isinstance(call, ModelCall) else None
 
 
-def _refuse(model: nn.Module) -> None:
-    """Say clearly what cannot be accelerated, before anything is changed."""
+def _refuse_unsupported(model: nn.Module) -> None:
+    """Raise a clear error for a model that cannot be accelerated, before anything is changed."""
     if not isinstance(model, nn.Module):
         raise OrtAccelError(f"accelerate takes a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, OptimizedModule):

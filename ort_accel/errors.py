@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 
 class OrtAccelError(Exception):
-    """The root of all errors raised on purpose. Its text says what failed, what was seen, and what to do."""
+    """The root of all errors raised on purpose. Its text names the failure, the value seen, and a way out."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without what follows its first line."""
+    """Returns the first line of an error's text."""
     return (str(error).splitlines() or [""])[0]
 
 
 def in_a_line(error: BaseException) -> str:
-    """The type of an error, and the first line of what it says."""
+    """Returns the type of an error, and the first line of its text."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
@@ -27,7 +27,7 @@ class Problem:
     path: str
     """The dotted path of the key, empty for the file as a whole."""
     message: str
-    """What is wrong; what is allowed; did you mean."""
+    """The mistake, the allowed values, and a similar one."""
     source: str | None = None
     """The file's name, `<stdin>`, or None for a configuration built in Python."""
     line: int | None = None

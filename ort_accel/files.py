@@ -1,4 +1,4 @@
-"""Writing files so that nobody ever reads half of one."""
+"""Writes files so that no reader ever finds half of one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_aside(path: Path, content: bytes) -> None:
 
 
 def why_not_writable(path: Path) -> str:
-    """The reason why a file cannot be written; empty where it can. Its folder is made if need be."""
+    """Returns the reason why a file cannot be written; empty where it can. Its folder is made if need be."""
     probe = path.with_name(f".{path.name}.probe")
     try:
         if path.is_dir():

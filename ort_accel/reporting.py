@@ -1,4 +1,4 @@
-"""What was applied, what was refused and why, what ran where. A record only: `observe/` renders it."""
+"""The record of features, fallbacks, segments and measurements of a model. `observe/` renders it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from typing import Any, ClassVar, Protocol
+
+from ort_accel.memory_records import GraphMemory, MeasuredPeak
 
 
 class State(StrEnum):
-    """What became of a feature."""
+    """The state of a feature."""
 
     APPLIED = "applied"
     REFUSED = "refused"
@@ -20,7 +22,7 @@ class State(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why PyTorch runs an operator."""
+    """The reason why PyTorch runs an operator."""
 
     UNSUPPORTED_OP = "unsupported operator"
     UNSUPPORTED_DTYPE = "unsupported dtype"
@@ -42,7 +44,7 @@ class Reason(StrEnum):
 
     @property
     def is_choice(self) -> bool:
-        """Whether PyTorch runs it by design or because it is the better choice, not because ONNX Runtime cannot."""
+        """True if PyTorch runs the operator by choice, False if ONNX Runtime cannot."""
         return self in CHOICES
 
 
@@ -60,7 +62,7 @@ CHOICES = {
 
 
 class Runner(StrEnum):
-    """Who runs a segment."""
+    """The runtime that runs a segment."""
 
     ORT = "onnxruntime"
     PYTORCH = "pytorch"
@@ -68,7 +70,7 @@ class Runner(StrEnum):
 
 @dataclass(frozen=True)
 class Feature:
-    """One feature: applied with an effect that was measured, refused for a reason, or off."""
+    """One feature: applied with an effect, refused for a reason, or off."""
 
     name: str
     state: State
@@ -81,69 +83,69 @@ class Segment:
     """A run of neighbouring nodes that one runner executes."""
 
     graph: str
-    """Which graph it is part of, such as `forward 0`."""
+    """The name of its graph, such as `forward 0`."""
     runner: Runner
-    """Who ran it last: PyTorch, too, where ONNX Runtime failed at it, or where oneDNN took the sizes over."""
+    """The last runner: PyTorch, too, where ONNX Runtime failed, or where oneDNN took the sizes over."""
     ops: dict[str, int]
-    """How many nodes of each operator."""
+    """The number of nodes of each operator."""
     flops: float = 0.0
     """Floating point operations of its matrix products and convolutions, at the sizes it was compiled with."""
 
     @property
     def nodes(self) -> int:
-        """How many nodes it has."""
+        """Returns the number of nodes."""
         return sum(self.ops.values())
 
 
 @dataclass(frozen=True)
 class Fallback:
-    """An operator that PyTorch runs, why, and how many of its nodes."""
+    """An operator that PyTorch runs, the reason, and the number of nodes."""
 
     op: str
     reason: Reason
     count: int
     detail: str = ""
     where: str = field(default="", compare=False)
-    """The first line of the model's code that asks for it."""
+    """The first line of the model's code that uses the operator."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured in one step, or in several steps one after the other."""
+    """A figure of one step, or of several consecutive steps."""
 
     step: int
-    """The first of them."""
+    """The first step."""
     count: int
-    """How many there are."""
+    """The number of steps."""
     mean: float
     low: float
     high: float
 
 
 class Series:
-    """A figure over the steps of a training. A long one has fewer points than steps, each for as many steps."""
+    """A figure over the steps of a training. In a long series each point stands for several steps."""
 
-    MOST = 512
-    """Points that are kept at most; then neighbours become one."""
+    MAX_POINTS = 512
+    """The most points that are kept. Beyond it, neighbours are joined."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
-        self._each = 1
+        self._steps_per_point = 1
 
     def add(self, step: int, value: float) -> None:
-        """Add what was measured in the next step."""
+        """Add the figure of the next step."""
         point = Point(step, 1, value, value, value)
-        if self.points and self.points[-1].count < self._each:
-            point = _together(self.points.pop(), point)
+        if self.points and self.points[-1].count < self._steps_per_point:
+            point = _joined(self.points.pop(), point)
         self.points.append(point)
-        if len(self.points) > self.MOST:
-            self._each *= 2
+        if len(self.points) > self.MAX_POINTS:
+            self._steps_per_point *= 2
             halves = self.points[::2], self.points[1::2]
             last = self.points[-1:] if len(self.points) % 2 else []
-            self.points = [_together(one, other) for one, other in zip(*halves, strict=False)] + last
+            self.points = [_joined(one, other) for one, other in zip(*halves, strict=False)] + last
 
 
-def _together(one: Point, other: Point) -> Point:
+def _joined(one: Point, other: Point) -> Point:
     count = one.count + other.count
     mean = (one.mean * one.count + other.mean * other.count) / count
     return Point(one.step, count, mean, min(one.low, other.low), max(one.high, other.high))
@@ -154,88 +156,88 @@ class LoadBalance:
     """The work of each process in the steps of an epoch: a row for each step, a number for each process."""
 
     before: list[list[float]]
-    """As samples would be dealt without balancing."""
+    """The work without balancing."""
     after: list[list[float]]
     every: int
-    """One of so many steps is kept here."""
+    """The distance between two steps that are kept here."""
     waiting_before: float
-    """The share of all processes' time spent waiting for the slowest of each step, over all steps."""
+    """The share of all processes' time spent waiting for the slowest process, over all steps."""
     waiting_after: float
 
 
 @dataclass(frozen=True)
 class InputDensity:
-    """How much of one input of one batch counts."""
+    """The valid share of one input of one batch."""
 
     step: int
     kind: str
     """EMBED for tokens, LABEL for labels."""
     name: str
     pad: int | None
-    """What stands where nothing counts, if that is known."""
+    """The value at positions that do not count, if known."""
     valid: int
     total: int
     rows: tuple[int, ...]
-    """How many count in each row."""
+    """The number of valid tokens in each row."""
 
     @property
     def density(self) -> float:
-        """The share that counts."""
+        """Returns the valid share."""
         return self.valid / self.total
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way of making batches, and what it computes for all that were looked at."""
+class BatchingScheme:
+    """A batching scheme, and the FLOPs that it spends on all inspected batches."""
 
     name: str
     flops: float
-    """Estimated, of forward and backward."""
+    """Estimated FLOPs of forward and backward."""
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What batches hold, and what that means."""
+    """The density of inspected batches, and the FLOPs of other batching schemes."""
 
     rows: list[InputDensity]
-    """Of the batches since the table before."""
+    """The inputs of the batches since the previous table."""
     batches: int
-    """From how many batches the rest is worked out."""
-    ways: list[Way]
-    """Dense first; the last one computes only what counts."""
+    """The number of batches behind the other figures."""
+    ways: list[BatchingScheme]
+    """The schemes, dense first; the last one computes valid tokens only."""
     processes: int
     waiting: tuple[float, float] | None
-    """The share of time that so many processes would wait for the slowest, as batches came and with load balancing."""
+    """The shares of time that the processes would wait for the slowest, without and with load balancing."""
 
 
 @dataclass(frozen=True)
 class Race:
-    """Alternatives that were timed against each other, and what was chosen."""
+    """Alternatives that were timed against each other, and the chosen one."""
 
     graph: str
     subject: str
     count: int
-    """How many nodes it holds for."""
+    """The number of nodes that the choice holds for."""
     seconds: dict[str, float]
     chosen: str
 
 
 ENGINE, EAGER = "ort_accel", "eager PyTorch"
-"""Who can run a whole training step."""
+"""The runners of a whole training step."""
 
 
 @dataclass(frozen=True)
 class StepComparison:
-    """Training steps of the engine beside eager PyTorch's, as they were last compared."""
+    """The last comparison of the engine's training steps with eager PyTorch's."""
 
     runner: str
-    """Who runs the steps from then on: `ort_accel` or `eager PyTorch`."""
+    """The runner of the steps that follow: `ort_accel` or `eager PyTorch`."""
     ratio: float
-    """How long the engine's step takes, in times of eager PyTorch's; the median of the last pairs."""
+    """The time of the engine's step as a multiple of eager PyTorch's; the median of the last pairs."""
     pairs: int
-    """How many pairs of steps were compared since the training began."""
+    """The number of pairs of steps compared since the training began."""
     step: int
-    """The training step at which they were last compared."""
+    """The training step of the last comparison."""
 
     @property
     def is_on_engine(self) -> bool:
@@ -246,169 +248,70 @@ class StepComparison:
         return f"{took} ({self.pairs} pairs of steps, the last at step {self.step}); {self.runner} runs the next ones"
 
 
-class PlanKind(IntEnum):
-    """What is done with what the forward keeps; a user's plans ask for the first three."""
-
-    OFF = 0
-    RECOMPUTE = 1
-    COMPROMISE = 2
-    """Compute again from a copy of a smaller type, which is kept."""
-    OFFLOAD = 3
-    """Move to host memory and back."""
-
-
-@dataclass(frozen=True)
-class PlanRow:
-    """What computing a cluster of operators again would save and cost, and whether that is done."""
-
-    cluster: str
-    kind: PlanKind
-    requested: int
-    """How many places were asked for; 0 where nobody asked, -1 for all."""
-    applied: int
-    frequency: int
-    """How many places there are."""
-    saving: int
-    """Bytes that all its places would save, at the sizes that the graph was compiled with."""
-    symbolic: str
-    """The same with the names of the sizes that can change."""
-    cost_ms: float
-    """Milliseconds that computing all its places again, or moving them alone, would take, estimated."""
-    shapes: tuple[str, ...]
-    """Types and sizes of what it saves, in one place."""
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The most memory of a step, predicted for one choice of what is computed again or moved to host memory."""
-
-    bytes: int
-    resident: int
-    """Those of parameters, buffers, inputs and optimizer states, which are there all the time."""
-    cost_ms: float
-    """Milliseconds that computing again and moving take in every step, estimated."""
-
-
-@dataclass(frozen=True)
-class MemoryStage:
-    """What is in memory at the highest moment of one segment of a step, or of the optimizer's step, as predicted."""
-
-    phase: str
-    """`forward`, `backward` or `optimizer`."""
-    amounts: dict[str, int]
-    """Bytes by what they are for; the same names in every stage, and `group: part` where a group has several."""
-
-
-@dataclass(frozen=True)
-class MeasuredPeak:
-    """The most memory of a step, as it was measured."""
-
-    step: int
-    held: int
-    """Bytes of parameters, buffers, optimizer states and gradients that were there before the step."""
-    bytes: int
-    """By how many bytes the resident set of the process grew in the step at most."""
-    in_use: int | None = None
-    """By how many bytes what is in use grew at most, as the C library counts it: without what was freed and is kept."""
-
-
-@dataclass
-class GraphMemory:
-    """What one pair of forward and backward graphs keeps, computes again, moves, packs, and takes."""
-
-    graph: str
-    level: str
-    plans: list[PlanRow] = field(default_factory=list)
-    layers: int = 0
-    stash_without: int = 0
-    """Bytes kept for the backward if nothing is computed again."""
-    stash: int = 0
-    """Bytes that are kept, as all bytes here at the sizes that the graph was compiled with."""
-    repeated: int = 0
-    """How many operators are computed again."""
-    cost_ms: float = 0.0
-    """Milliseconds that this takes in every step, estimated."""
-    moved: int = 0
-    """Bytes that are moved to host memory, and back, in every step."""
-    moving_ms: float = 0.0
-    """Milliseconds that a step takes longer for it, estimated."""
-    bits: int = 0
-    """Bytes of masks that are kept with eight elements in a byte."""
-    masks: int = 0
-    """Bytes that these masks take otherwise."""
-    symbols: dict[str, int] = field(default_factory=dict)
-    """The sizes that can change, as they were."""
-    frontier: list[Peak] = field(default_factory=list)
-    """The choices that were tried, the last one made; the first one computes nothing again that the model does not ask
-    for. Empty where nobody asked for predictions."""
-    stages: list[MemoryStage] = field(default_factory=list)
-    """The step as it was chosen, in the order of running. Empty where nobody asked for predictions."""
-
-
 class Watcher(Protocol):
-    """Is told what is being done while it is done."""
+    """A listener that is told when phases of start-up work begin and end."""
 
     def begin(self, phase: str, graph: str) -> None:
-        """A phase of start-up work begins, on a graph or, where that is empty, on no graph in particular."""
+        """A phase of start-up work begins, on a graph or, with an empty name, on no graph in particular."""
 
     def end(self) -> None:
-        """The phase that began last ends."""
+        """The innermost phase ends."""
 
 
 @dataclass(repr=False)
 class Report:
-    """Everything that was decided and measured while a model was accelerated. `print(report)` shows it as a table."""
+    """The decisions and measurements of an accelerated model. `print(report)` shows them as a table."""
 
     as_table: ClassVar[Callable[[Report], str]] = repr
-    """Writes a report as text. `observe/feature_table.py` sets it, since this file knows nothing of rendering."""
+    """The renderer of a report as text. `observe/feature_table.py` sets it, since this room is below `observe`."""
 
     versions: dict[str, str] = field(default_factory=dict)
-    """What was decided and measured with."""
+    """The versions of the packages."""
     features: dict[str, Feature] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
     races: list[Race] = field(default_factory=list)
-    """What `compute.tuning` timed."""
+    """The timings of `compute.tuning`."""
     comparison: StepComparison | None = None
-    """None where no steps were compared with eager PyTorch's."""
+    """None if no steps were compared with eager PyTorch's."""
     timings: dict[str, float] = field(default_factory=dict)
-    """Seconds of start-up work, by phase; a phase inside of another counts for itself only."""
+    """Seconds of start-up work by phase. The time of a phase excludes phases nested in it."""
     counters: Counter[str] = field(default_factory=Counter)
-    """How often something happened: compilations, fusions by name, recompile limits hit."""
+    """Counts of events: compilations, fusions by name, recompile limits hit."""
     notes: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     """Every key of the configuration, with its value."""
     series: dict[str, Series] = field(default_factory=dict)
-    """Figures over the steps, under the names that they have in a Trainer's log."""
+    """Figures over the steps, by their names in a Trainer's log."""
     load_balance: LoadBalance | None = None
     inspection: Inspection | None = None
     memory: dict[str, GraphMemory] = field(default_factory=dict)
-    """For each forward graph with a backward: what it keeps and takes."""
+    """The memory of each forward graph with a backward."""
     measured_peak: MeasuredPeak | None = None
     watchers: list[Watcher] = field(default_factory=list, repr=False, compare=False)
     _fallbacks: Counter[tuple[str, Reason, str]] = field(default_factory=Counter)
-    _places: dict[tuple[str, Reason, str], str] = field(default_factory=dict)
-    _inner: list[float] = field(default_factory=list, repr=False, compare=False)
-    """For each phase that is open: the seconds of the phases inside of it."""
+    _lines: dict[tuple[str, Reason, str], str] = field(default_factory=dict)
+    _nested_seconds: list[float] = field(default_factory=list, repr=False, compare=False)
+    """For each open phase: the seconds of the phases nested in it."""
 
     def applied(self, name: str, effect: str = "") -> None:
-        """Record that a feature is in effect, with its measured effect."""
+        """Record that a feature is in effect, with its effect."""
         self.features[name] = Feature(name, State.APPLIED, effect=effect)
 
     def refused(self, name: str, reason: str) -> None:
-        """Record that a feature was wanted and is not in effect, and why."""
+        """Record that a feature was asked for and is not in effect, with the reason."""
         self.features[name] = Feature(name, State.REFUSED, reason=reason)
 
     def off(self, name: str, reason: str = "") -> None:
-        """Record that a feature was not asked for."""
+        """Record that a feature is off."""
         self.features[name] = Feature(name, State.OFF, reason=reason)
 
     def fallback(self, op: str, reason: Reason, detail: str = "", count: int = 1, where: str = "") -> None:
         """Record nodes that PyTorch runs."""
         self._fallbacks[op, reason, detail] += count
-        self._places.setdefault((op, reason, detail), where)
+        self._lines.setdefault((op, reason, detail), where)
 
     def note(self, text: str) -> None:
-        """Record something a user should know; the same note is kept once."""
+        """Record a note for the user; the same note is kept once."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -418,18 +321,18 @@ class Report:
 
     @contextmanager
     def timed(self, phase: str, graph: str = "") -> Iterator[None]:
-        """Add the time spent inside to a phase."""
+        """Add the time spent within the context to a phase."""
         for watcher in self.watchers:
             watcher.begin(phase, graph)
-        self._inner.append(0.0)
+        self._nested_seconds.append(0.0)
         start = time.perf_counter()
         try:
             yield
         finally:
             spent = time.perf_counter() - start
-            self.timings[phase] = self.timings.get(phase, 0.0) + spent - self._inner.pop()
-            if self._inner:
-                self._inner[-1] += spent
+            self.timings[phase] = self.timings.get(phase, 0.0) + spent - self._nested_seconds.pop()
+            if self._nested_seconds:
+                self._nested_seconds[-1] += spent
             for watcher in self.watchers:
                 watcher.end()
 
@@ -442,7 +345,7 @@ class Report:
 
     @property
     def work(self) -> tuple[float, float]:
-        """The FLOPs that ONNX Runtime runs, and all that were captured; numbers of nodes where nothing has FLOPs."""
+        """Returns the FLOPs on ONNX Runtime and all captured FLOPs; numbers of nodes where no segment has FLOPs."""
         has_flops = any(segment.flops for segment in self.segments)
         amounts = [(segment.runner, segment.flops if has_flops else segment.nodes) for segment in self.segments]
         ours = sum(amount for runner, amount in amounts if runner is Runner.ORT)
@@ -450,19 +353,19 @@ class Report:
 
     @property
     def set_up_seconds(self) -> float:
-        """What all phases of start-up work took so far."""
+        """Returns the seconds of all phases of start-up work."""
         return sum(self.timings.values())
 
     @property
     def fallbacks(self) -> list[Fallback]:
-        """What PyTorch runs, most frequent first."""
+        """Returns the operators that PyTorch runs, most frequent first."""
         return [
-            Fallback(op, reason, count, detail, self._places[op, reason, detail])
+            Fallback(op, reason, count, detail, self._lines[op, reason, detail])
             for (op, reason, detail), count in self._fallbacks.most_common()
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole record as plain data, for JSON."""
+        """Returns the whole record as plain data, for JSON."""
         return {
             "versions": dict(self.versions),
             "features": [

@@ -27,14 +27,14 @@ PROGRAM = "ort_accel.run"
 
 
 def main() -> None:
-    """The command: run a script, and end the process as the script ended."""
+    """Run the command line's script, and end the process as the script ended."""
     try:
         run(sys.argv[1:])
     except (Exception, SystemExit) as error:
-        if not _is_in_a_group():
+        if not _is_in_process_group():
             raise
-        end(_last_words(error))
-    if _is_in_a_group():
+        end(_print_error(error))
+    if _is_in_process_group():
         end(0)
 
 
@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> None:
     """Run a script as `python` would, in this process; exits with code 2 where ort_accel refuses something."""
     given = _parser().parse_args(arguments)
     try:
-        _get_ready_and_run(given)
+        _activate_and_run(given)
     except OrtAccelError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         sys.exit(2)
@@ -68,18 +68,18 @@ def _explain_lack_of_memory(error: BaseException) -> None:
     explain_lack_of_memory(error)
 
 
-def _get_ready_and_run(given: argparse.Namespace) -> None:
+def _activate_and_run(given: argparse.Namespace) -> None:
     if not given.module and not Path(given.script).is_file():
         raise OrtAccelError(f"{given.script}: no such script in {Path.cwd()}")
     from ort_accel.hf.accelerate_plugin import accelerate_all_models
 
     accelerate_all_models(given.ort_config)
-    _settle_on_the_cpu()
+    _set_up_cpu_processes()
     _run(given.script, given.script_arguments, given.module)
 
 
-def _settle_on_the_cpu() -> None:
-    """Tell accelerate that processes on a machine without a GPU train together; it would let each train alone."""
+def _set_up_cpu_processes() -> None:
+    """Tell accelerate that processes on a machine without a GPU train together; otherwise each trains alone."""
     import torch
 
     if torch.accelerator.is_available() or int(os.environ.get("WORLD_SIZE", "1")) < 2:
@@ -92,7 +92,7 @@ def _settle_on_the_cpu() -> None:
     if _is_set("ACCELERATE_USE_DEEPSPEED"):
         from accelerate import PartialState
 
-        PartialState(cpu=True)  # DeepSpeed is not asked for any more once the script itself says `cpu`
+        PartialState(cpu=True)  # once the script itself asks for the CPU, accelerate drops DeepSpeed
     else:
         os.environ["ACCELERATE_USE_CPU"] = "true"
 
@@ -116,27 +116,27 @@ def _run(script: str, arguments: Sequence[str], is_module: bool) -> None:
             raise
 
 
-def _is_in_a_group() -> bool:
-    """Whether this process is one of a process group, or was started to be one."""
+def _is_in_process_group() -> bool:
+    """True if this process is one of a process group, or was started to be one."""
     distributed = _distributed()
     return "WORLD_SIZE" in os.environ or (distributed is not None and distributed.is_initialized())
 
 
-def _leave_the_group() -> None:
-    """End what the script began with other processes: whoever leaves it open can hang or complain at its exit."""
+def _destroy_process_group() -> None:
+    """Destroy the process group that the script left open: at the exit it can hang or print warnings."""
     distributed = _distributed()
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 def _distributed() -> ModuleType | None:
-    """`torch.distributed`, where torch was imported and has it."""
+    """Returns `torch.distributed`; None if torch was not imported or lacks it."""
     distributed: ModuleType | None = getattr(sys.modules.get("torch"), "distributed", None)
     return distributed if distributed is not None and distributed.is_available() else None
 
 
-def _last_words(error: Exception | SystemExit) -> int:
-    """Print what Python prints when a script ends so; returns its exit code."""
+def _print_error(error: Exception | SystemExit) -> int:
+    """Print the error of a script that failed as Python does; returns the exit code."""
     if not isinstance(error, SystemExit):
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
@@ -148,19 +148,17 @@ def _last_words(error: Exception | SystemExit) -> int:
 
 
 def end(code: int) -> NoReturn:
-    """End this process as Python does, but for the interpreter's own end.
+    """End this process as Python does, without finalizing the interpreter.
 
-    Threads of a process group may outlive it, since something holds the group, be it only the default arguments of
-    functions in `torch.distributed.nn` and DeepSpeed that were defined while it was there. After its last operation
-    such a thread frees tensors, and needs the interpreter for those that Python made. Where it comes too late for that,
-    on a busy machine, Python 3.11 ends the thread within C++'s destructors, which ends the process by a signal: a
-    training that is done counts as failed. And a script that fails would wait for threads that wait for other
-    processes. So the interpreter is not taken apart: what Python code has to do at the end is done, files are written
-    out, and the process ends.
+    Threads of a process group may outlive the group, since default arguments of functions in `torch.distributed.nn`
+    and DeepSpeed hold it. Such a thread frees tensors after its last operation, and needs the interpreter for that.
+    During finalization, Python 3.11 ends the thread within C++'s destructors, and a signal ends the process. A finished
+    training would count as failed. A script that fails would also wait for threads that wait for other processes. So
+    exit handlers run, files are flushed, and the process ends.
     """
     if code == 0:
-        _leave_the_group()
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+        _destroy_process_group()
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
     atexit._run_exitfuncs()
     gc.collect()
     for file in gc.get_objects():

@@ -95,7 +95,7 @@ def test_a_series_keeps_few_points_and_loses_neither_steps_nor_extremes(steps):
     for step, value in enumerate(values, 1):
         series.add(step, value)
     points = series.points
-    assert len(points) <= Series.MOST
+    assert len(points) <= Series.MAX_POINTS
     assert sum(point.count for point in points) == steps
     assert sum(point.mean * point.count for point in points) == pytest.approx(sum(values))
     assert (min(point.low for point in points), max(point.high for point in points)) == (min(values), max(values))

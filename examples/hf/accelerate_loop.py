@@ -27,7 +27,7 @@ from ort_accel.observe.feature_table import render
 
 @dataclass
 class Arguments:
-    """What to fine-tune, how, and whether to compare."""
+    """The model, the settings of its fine-tuning, and the switch for the comparison."""
 
     model_name_or_path: str = field(default="", metadata={"help": "A model; empty takes the packaged MiniLM."})
     ort_config: str = field(default=str(CONFIG), metadata={"help": "The YAML file that sets up ort_accel."})

@@ -25,7 +25,7 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one training run came to. None stands for what was not measured."""
+    """The figures of one training run; None for figures that were not measured."""
 
     name: str
     train_loss: float | None

@@ -33,7 +33,7 @@ CONFIG = Path(__file__).parents[2] / "configs" / "bert-classification.yaml"
 
 @dataclass
 class ScriptArguments:
-    """What to fine-tune, on what, and whether to compare."""
+    """The model, its data, and the switch for the comparison."""
 
     model_name_or_path: str = field(default="", metadata={"help": "A model; empty takes the packaged MiniLM."})
     max_seq_length: int = field(default=128, metadata={"help": "Reviews are cut after this many tokens."})

@@ -15,7 +15,7 @@ LABELS = ("negative", "positive")
 
 @dataclass(frozen=True)
 class Review:
-    """What one critic wrote about a film, in a sentence or two, and whether it is meant well."""
+    """A critic's review of a film in a sentence or two, with its label."""
 
     text: str
     label: int
@@ -48,7 +48,7 @@ def split(reviews: list[Review], held_out: float, seed: int) -> tuple[list[Revie
 
 
 def every_tenth_apart(rows: list[Row]) -> tuple[list[Row], list[Row]]:
-    """What to train on, and every tenth row, which is held out."""
+    """The rows to train on, and every tenth row, which is held out."""
     return [row for number, row in enumerate(rows) if number % 10], rows[::10]
 
 

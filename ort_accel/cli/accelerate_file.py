@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -11,22 +12,22 @@ from accelerate.commands.config.config_args import ClusterConfig
 
 from ort_accel.config import load_config
 from ort_accel.config.load import SECTION
-from ort_accel.config.tree import KeyPath, Node, Place, place_of
+from ort_accel.config.tree import KeyPath, Node, Position, position_of
 from ort_accel.config.yaml_file import parse, read_file
 from ort_accel.errors import ConfigError, Problem
 
 OLD_KEYS = ("fp16", "dynamo_backend")
 """Keys that accelerate still reads from files of older versions."""
 
-POSSIBLE = {
+SUPPORTED = {
     "compute_environment": ("LOCAL_MACHINE",),
     "distributed_type": ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP"),
 }
-"""Where models can be on ONNX Runtime, of all that accelerate can launch."""
+"""The set-ups of accelerate in which ONNX Runtime can train."""
 
 
 class AccelerateFile:
-    """A file for `ort-accel launch`. All that is wrong in it, or cannot be had with ort_accel, is a `ConfigError`."""
+    """A configuration file for `ort-accel launch`. Mistakes, and set-ups that ort_accel lacks, are a `ConfigError`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -34,7 +35,7 @@ class AccelerateFile:
         if content is None:
             raise ConfigError([Problem("", reason, source=name)])
         self._data, self._tree = _read(content, name)
-        problems = self._impossible() or self._unknown_keys()
+        problems = self._unsupported() or self._unknown_keys()
         try:
             load_config(name if self.has_section else None)
         except ConfigError as error:
@@ -44,53 +45,53 @@ class AccelerateFile:
 
     @property
     def has_section(self) -> bool:
-        """Whether the file sets up ort_accel."""
+        """True if the file sets up ort_accel."""
         return SECTION in self._data
 
     @property
     def is_multi_cpu(self) -> bool:
-        """Whether several processes are to train on CPUs, without MPI."""
+        """True if several processes are to train on CPUs, without MPI."""
         return self._data.get("distributed_type") == "MULTI_CPU" and not self._data.get("mpirun_config")
 
     @property
     def processes(self) -> int:
-        """How many processes are to train."""
+        """Returns how many processes are to train."""
         return int(self._data.get("num_processes") or 1)
 
     def without_section(self, folder: Path) -> str:
-        """Write what is accelerate's own into a folder, since it refuses keys that it does not know."""
+        """Write accelerate's own keys into a folder, since accelerate refuses keys that it does not know."""
         file = folder / "accelerate.yaml"
         file.write_text(yaml.safe_dump({key: value for key, value in self._data.items() if key != SECTION}))
         return str(file)
 
-    def _impossible(self) -> list[Problem]:
-        """What accelerate can do and ort_accel cannot."""
+    def _unsupported(self) -> list[Problem]:
+        """Returns the set-ups that accelerate can launch and ort_accel cannot."""
         problems = [
-            self._place((key,)).problem((key,), _not_there(value, allowed))
-            for key, allowed in POSSIBLE.items()
+            self._position((key,)).problem((key,), _unsupported_value(value, allowed))
+            for key, allowed in SUPPORTED.items()
             if (value := self._data.get(key, allowed[0])) not in allowed
         ]
         for path in (("dynamo_backend",), ("dynamo_config", "dynamo_backend")):
             compiler = _below(self._data, path)
             if compiler is not None and str(compiler).upper() not in ("NO", "FALSE"):
                 text = f"{compiler}: a model has one compiler, with `ort-accel launch` it is ort_accel; remove this key"
-                problems.append(self._place(path).problem(path, text))
+                problems.append(self._position(path).problem(path, text))
         return problems
 
     def _unknown_keys(self) -> list[Problem]:
         known = [*ClusterConfig.__dataclass_fields__, *OLD_KEYS]
         return [
-            self._place((key,), key=True).problem((key,), _unknown(key, known))
+            self._position((key,), key=True).problem((key,), _unknown(key, known))
             for key in map(str, self._data)
             if key not in known and key != SECTION
         ]
 
-    def _place(self, path: KeyPath, key: bool = False) -> Place:
-        return place_of(self._tree, path, key=key) if self._tree else Place(self.name)
+    def _position(self, path: KeyPath, key: bool = False) -> Position:
+        return position_of(self._tree, path, key=key) if self._tree else Position(self.name)
 
 
 def _read(content: bytes, name: str) -> tuple[dict[str, Any], Node | None]:
-    """What accelerate reads in the file, and the tree that knows the places."""
+    """Returns the data that accelerate reads in the file, and the tree that knows the places."""
     tree, problems = parse(content, name)
     try:
         data = yaml.safe_load(content)
@@ -101,7 +102,7 @@ def _read(content: bytes, name: str) -> tuple[dict[str, Any], Node | None]:
     return data, tree
 
 
-def _not_there(value: object, allowed: tuple[str, ...]) -> str:
+def _unsupported_value(value: object, allowed: tuple[str, ...]) -> str:
     if value is False and "NO" in allowed:
         return "accelerate reads NO without quotes as false; write 'NO'"
     return f"{value}: no ONNX Runtime trains there; allowed: {', '.join(allowed)}"
@@ -113,8 +114,8 @@ def _unknown(key: str, known: list[str]) -> str:
     return f"unknown key{meant} allowed: {SECTION}, and of accelerate {', '.join(known)}"
 
 
-def _below(data: dict[str, Any], path: tuple[str, ...]) -> Any:
-    value: Any = data
+def _below(data: Mapping[str, object], path: tuple[str, ...]) -> object:
+    value: object = data
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
     return value

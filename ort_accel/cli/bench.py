@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ort_accel.cli.exits import errors_as_exit_code
 from ort_accel.files import why_not_writable
 
 
@@ -25,14 +26,14 @@ class ModelName(StrEnum):
 
 
 class Precision(StrEnum):
-    """What a step computes in."""
+    """The precision of a step."""
 
     FP32 = "fp32"
     BF16 = "bf16"
 
 
 class Contender(StrEnum):
-    """Who runs the step."""
+    """The library that runs the step."""
 
     EAGER = "eager"
     INDUCTOR = "inductor"
@@ -92,16 +93,12 @@ def bench(
     from ort_accel.cli.benchmark.run import Effort, run
     from ort_accel.cli.benchmark.workload import Workload
     from ort_accel.config import load_config
-    from ort_accel.errors import OrtAccelError
 
     sizes = hidden, layers, heads, kv_heads, batch, length, vocab
     size = Workload(model, *sizes, dropout, precision, density, labelled, checkpointing)
     effort = Effort(steps, warmup, threads or torch.get_num_threads(), fresh)
-    try:
+    with errors_as_exit_code():
         result = run(size, load_config(config), contenders or list(Contender), effort)
-    except OrtAccelError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from error
     _show(result, json_file)
     if result.wrong:
         raise typer.Exit(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -58,18 +58,12 @@ def _print(file: str, problems: tuple[Problem, ...]) -> None:
         typer.echo(f"{file}: ok")
 
 
-def _as_data(file: str, problems: tuple[Problem, ...]) -> dict[str, Any]:
+def _as_data(file: str, problems: tuple[Problem, ...]) -> dict[str, object]:
     return {
         "file": file,
         "ok": not problems,
         "problems": [
-            {
-                "source": problem.source,
-                "line": problem.line,
-                "column": problem.column,
-                "path": problem.path,
-                "message": problem.message,
-            }
+            {name: getattr(problem, name) for name in ("source", "line", "column", "path", "message")}
             for problem in problems
         ],
     }

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ort_accel.cli.exits import errors_as_exit_code
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
     from ort_accel.subscribers.comparison import Difference
 
-_SHOWN = 10
+_MAX_ROWS = 10
 
 
 def compare_stats(
@@ -37,17 +39,13 @@ def compare_stats(
     """
     from rich.console import Console
 
-    from ort_accel.errors import OrtAccelError
     from ort_accel.subscribers.comparison import compare, first_divergence
     from ort_accel.subscribers.comparison_page import comparison_page, verdict
 
-    try:
+    with errors_as_exit_code():
         differences = compare(first, second)
         if html is not None:
             _write(html, comparison_page((str(first), str(second)), differences, tolerance))
-    except OrtAccelError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from error
     parted = first_divergence(differences, tolerance)
     shown = differences if everything else _around(differences, parted, tolerance)
     console = Console()
@@ -71,21 +69,20 @@ def _write(file: Path, text: str) -> None:
 
 
 def _around(differences: Sequence[Difference], parted: Difference | None, tolerance: float) -> list[Difference]:
-    """The last that agrees before the runs part, and the first that do not."""
+    """Returns the last difference within the tolerance before the runs part, and the first beyond it."""
     if parted is None:
         return []
     start = differences.index(parted)
     diverged = [item for item in differences[start:] if item.amount > tolerance]
-    return [*differences[max(start - 1, 0) : start], *diverged[:_SHOWN]]
+    return [*differences[max(start - 1, 0) : start], *diverged[:_MAX_ROWS]]
 
 
 def _table(differences: Sequence[Difference], tolerance: float) -> Table:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
-    for heading in ("step", "direction", "module", "kind", "difference", "what differs most"):
-        table.add_column(heading, overflow="fold", justify="right" if heading == "step" else "left")
+    from ort_accel.observe.text_tables import text_table
+
+    table = text_table(("step", "direction", "module", "kind", "difference", "what differs most"), right=(0,))
     for item in differences:
         place = item.module or "(model)"
         module = f"{place}, call {item.call}" if item.call else place

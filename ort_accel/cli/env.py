@@ -22,9 +22,9 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print the same for
       ort-accel env
       ort-accel env --json
     """
-    from ort_accel.cli.environment import look_around
+    from ort_accel.cli.environment import inspect_environment
 
-    environment = look_around()
+    environment = inspect_environment()
     if as_json:
         typer.echo(json.dumps(environment.to_dict(), indent=2))
     else:

@@ -1,4 +1,4 @@
-"""What is installed here, whether training can run on it, and the commands that install what is missing."""
+"""Facts about the installation: versions, ONNX Runtime, devices, and the commands that install missing packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import platform
 import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import ort_accel
 from ort_accel.errors import RuntimeMissingError
@@ -19,12 +18,12 @@ from ort_accel.runtime.kernel_probes import FUSED, RECENT, TRAINING
 _OPTIONAL = ("deepspeed",)
 _EXTRAS = ("deepspeed", *ort_distributions.EXTRAS.values())
 _TRAINING_PYTHONS = ((3, 11), (3, 12))
-"""From which Python on, and below which, onnxruntime-training 1.19.2 has wheels and ort_accel runs."""
+"""The first Python, and the first newer one without wheels, of onnxruntime-training 1.19.2 with ort_accel."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What PyTorch computes on."""
+    """The devices that PyTorch computes on."""
 
     cpu_threads: int
     cuda: tuple[str, ...]
@@ -33,17 +32,17 @@ class Devices:
 
 @dataclass(frozen=True)
 class Runtime:
-    """The ONNX Runtime and what it said when it was asked."""
+    """The installed ONNX Runtime with the providers and kernels that it can run."""
 
     flavor: installed_ort.Flavor
     usable_providers: tuple[str, ...]
     kernels: dict[str, dict[str, bool]]
-    """Under `training`, `fused` and `recent`: whether each kernel runs on the CPU."""
+    """Under `training`, `fused` and `recent`: True for each kernel that runs on the CPU."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Everything that `ort-accel env` says."""
+    """The facts that `ort-accel env` prints."""
 
     python: str
     platform: str
@@ -52,17 +51,17 @@ class Environment:
     runtime: Runtime | None
     devices: Devices | None
     blockers: tuple[str, ...]
-    """What keeps training from running, each with the command that mends it."""
+    """Reasons why training cannot run, each with the command that mends it."""
     warnings: tuple[str, ...]
-    """What is outside of the supported range, leaves a device unused, or takes more memory than need be."""
+    """Packages outside of the supported range, unused devices, and settings that waste memory."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data."""
+    def to_dict(self) -> dict[str, object]:
+        """Returns the facts as plain data."""
         return {"can_train": not self.blockers, **asdict(self)}
 
 
-def look_around() -> Environment:
-    """Ask Python, the packages, ONNX Runtime and PyTorch. Whatever is missing is an entry, never an exception."""
+def inspect_environment() -> Environment:
+    """Ask Python, the packages, ONNX Runtime and PyTorch. A missing one is an entry, never an exception."""
     blockers: list[str] = []
     warnings: list[str] = []
     versions = _versions(blockers, warnings)
@@ -105,7 +104,7 @@ def _versions(blockers: list[str], warnings: list[str]) -> dict[str, str | None]
 
 
 def _requirements() -> list[str]:
-    """The requirements of ort_accel: of the installed package, or of the checkout that it runs from."""
+    """Returns the requirements of ort_accel: of the installed package, or of the checkout that it runs from."""
     project = Path(ort_accel.__file__).parent.parent / "pyproject.toml"
     if not project.is_file():
         return importlib.metadata.requires("ort-accel") or []
@@ -123,7 +122,7 @@ def _installed_version(name: str) -> str | None:
 
 def _runtime(blockers: list[str]) -> Runtime | None:
     if _installed_version("onnx") is None and len(ort_distributions.installed_distributions()) == 1:
-        return None  # without onnx no question can be put, and onnx is among the blockers already
+        return None  # probes need onnx, whose absence is a blocker already
     try:
         found = installed_ort.installed_runtime()
     except RuntimeMissingError as error:

@@ -1,4 +1,4 @@
-"""`ort-accel explain`: what ONNX Runtime would run of a model, what PyTorch would, and why."""
+"""`ort-accel explain`: the parts of a model that ONNX Runtime runs, those that PyTorch runs, and the reasons."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from ort_accel.cli.exits import errors_as_exit_code
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,18 +39,14 @@ def explain(
       ort-accel explain ./my-model/config.json --layers 2 --json
       ort-accel explain ./my-model --batch 16 --length 512 --memory --png memory.png
     """
-    from ort_accel.errors import OrtAccelError
     from ort_accel.observe.report_file import save_report
 
-    try:
+    with errors_as_exit_code():
         if png is not None:
             _check_png(png)
         report = _explained(model, config, batch, length, layers, memory or png is not None)
         if png is not None:
             save_report(report, png)
-    except OrtAccelError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from error
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=1))
         return
@@ -59,7 +57,7 @@ def explain(
 
 
 def _check_png(file: Path) -> None:
-    """Refuse a file before the model is trained."""
+    """Refuse an unusable file before the model is trained."""
     from ort_accel.errors import OrtAccelError
     from ort_accel.files import why_not_writable
 
@@ -70,7 +68,7 @@ def _check_png(file: Path) -> None:
 
 
 MEASURED_STEPS = 5
-"""So many steps show a peak: two compile, one fills empty pools, one is measured, and the next one ends it."""
+"""Steps until a peak is measured: two compile, one fills empty pools, one is measured, and one ends that."""
 
 
 def _explained(
@@ -79,8 +77,8 @@ def _explained(
     from torch.optim import AdamW
 
     import ort_accel
-    from ort_accel.cli.made_up import loss_of
     from ort_accel.cli.quiet import quiet
+    from ort_accel.cli.random_models import loss_of
     from ort_accel.config import load_config
     from ort_accel.errors import OrtAccelError
 
@@ -98,7 +96,7 @@ def _explained(
         for _ in range(MEASURED_STEPS if memory else 1):
             module.zero_grad()
             outputs = module(**inputs)
-            loss_of(outputs).backward()
+            loss_of(outputs).backward()  # type: ignore[no-untyped-call]
             if optimizer is not None:
                 optimizer.step()
     except Exception as error:
@@ -109,7 +107,7 @@ def _explained(
 
 def _model_and_inputs(name: str, batch: int, length: int, layers: int | None) -> tuple[nn.Module, dict[str, Any]]:
     from ort_accel.cli.benchmark.workload import MODELS, Workload, batch_of, build
-    from ort_accel.cli.made_up import inputs_for, model_from
+    from ort_accel.cli.random_models import inputs_for, model_from
 
     if name in MODELS:
         tiny = Workload(name, hidden=32, layers=layers or 2, heads=2, batch=batch, length=length, vocab=128)

@@ -10,10 +10,10 @@ from typing import Annotated, TypeVar
 
 import typer
 
+from ort_accel.cli.exits import errors_as_exit_code
 from ort_accel.cli.presets import Machine, accelerate_config
-from ort_accel.errors import ConfigError
 
-ACCELERATE_FILE, OUR_FILE = "accelerate.yaml", "ort_accel.yaml"
+ACCELERATE_FILE, ORT_ACCEL_FILE = "accelerate.yaml", "ort_accel.yaml"
 
 
 class Precision(StrEnum):
@@ -24,7 +24,7 @@ class Precision(StrEnum):
 
 
 class Fallback(StrEnum):
-    """`engine.fallback`."""
+    """The values of `engine.fallback`."""
 
     WARN = "warn"
     REPORT = "report"
@@ -58,7 +58,7 @@ def init(
       ort-accel init --yes --fallback error --cache-dir out/cache --force
     """
     _refuse_to_overwrite(folder, force)
-    with _all_answered():
+    with _explained_end_of_input():
         _ask_and_write(folder, machine, processes, mixed_precision, fallback, cache_dir, yes)
 
 
@@ -78,16 +78,18 @@ def _ask_and_write(
     if cache_dir is None:
         question = "Folder that keeps compiled models between runs (empty for none)?"
         cache_dir = "" if yes else typer.prompt(question, default="", show_default=False)
-    _write(folder, accelerate_config(machine, processes, mixed_precision.value), our_yaml(fallback.value, cache_dir))
+    _write(
+        folder, accelerate_config(machine, processes, mixed_precision.value), ort_accel_yaml(fallback.value, cache_dir)
+    )
     typer.echo(
-        f"wrote {folder / ACCELERATE_FILE} and {folder / OUR_FILE}\n"
+        f"wrote {folder / ACCELERATE_FILE} and {folder / ORT_ACCEL_FILE}\n"
         f"train with: ort-accel launch --config_file {folder / ACCELERATE_FILE} SCRIPT"
     )
 
 
 @contextmanager
-def _all_answered() -> Iterator[None]:
-    """Say what to do where the input ends before the last question, as in a script or a container."""
+def _explained_end_of_input() -> Iterator[None]:
+    """Print a way out where the input ends before the last question, as in a script or a container."""
     try:
         yield
     except typer.Abort as error:
@@ -98,8 +100,8 @@ def _all_answered() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
-def our_yaml(fallback: str, cache_dir: str) -> str:
-    """The text of ort_accel's file."""
+def ort_accel_yaml(fallback: str, cache_dir: str) -> str:
+    """Returns the text of ort_accel's file."""
     from ort_accel.config.yaml_writer import to_yaml
 
     kept = {"cache_dir": cache_dir} if cache_dir else {}
@@ -107,7 +109,7 @@ def our_yaml(fallback: str, cache_dir: str) -> str:
 
 
 def _refuse_to_overwrite(folder: Path, force: bool) -> None:
-    there = [str(folder / name) for name in (ACCELERATE_FILE, OUR_FILE) if (folder / name).exists()]
+    there = [str(folder / name) for name in (ACCELERATE_FILE, ORT_ACCEL_FILE) if (folder / name).exists()]
     if there and not force:
         typer.echo(f"{' and '.join(there)}: there already; name another folder, or write over with --force", err=True)
         raise typer.Exit(2)
@@ -147,16 +149,13 @@ def _processes(machine: Machine, given: int | None, yes: bool) -> int:
     return count
 
 
-def _write(folder: Path, accelerates: dict[str, object], ours: str) -> None:
+def _write(folder: Path, accelerate_keys: dict[str, object], ort_accel_text: str) -> None:
     import yaml
 
     from ort_accel.config.load import SECTION, load_config_text
 
-    try:
-        load_config_text(ours, OUR_FILE)
-    except ConfigError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from error
+    with errors_as_exit_code():
+        load_config_text(ort_accel_text, ORT_ACCEL_FILE)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / OUR_FILE).write_text(ours)
-    (folder / ACCELERATE_FILE).write_text(yaml.safe_dump({**accelerates, SECTION: OUR_FILE}, sort_keys=False))
+    (folder / ORT_ACCEL_FILE).write_text(ort_accel_text)
+    (folder / ACCELERATE_FILE).write_text(yaml.safe_dump({**accelerate_keys, SECTION: ORT_ACCEL_FILE}, sort_keys=False))

@@ -6,11 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
+from ort_accel.cli.exits import errors_as_exit_code
+
 SETTINGS: dict[str, Any] = {
     "context_settings": {"ignore_unknown_options": True, "allow_interspersed_args": False},
     "add_help_option": False,
 }
-"""For typer: whatever it does not know goes on to accelerate's parser."""
+"""Settings for typer: unknown options go on to accelerate's parser."""
 
 
 def launch(
@@ -33,13 +35,9 @@ def launch(
       ort-accel launch --cpu --num_processes 2 --ort_config configs/default.yaml -m my_package.train
     """
     from ort_accel.cli import launching
-    from ort_accel.errors import OrtAccelError
 
     if wants_help:
-        typer.echo(f"{context.get_help()}\n\n{launching.accelerates_help()}")
+        typer.echo(f"{context.get_help()}\n\n{launching.accelerate_help()}")
         return
-    try:
+    with errors_as_exit_code():
         raise typer.Exit(launching.launch(arguments or []))
-    except OrtAccelError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from error

@@ -31,28 +31,28 @@ PROGRAM = "ort-accel launch"
 USAGE = f"{PROGRAM} [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]"
 
 
-def accelerates_help() -> str:
-    """The help of `accelerate launch`, with our option among its own."""
-    sys.argv = [PROGRAM]  # what is there decides which of its options accelerate shows
+def accelerate_help() -> str:
+    """Returns the help of `accelerate launch`, with our option among its own."""
+    sys.argv = [PROGRAM]  # accelerate shows the options that fit these arguments
     return _parser().format_help()
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """Run a script as the arguments of `accelerate launch` say; returns the exit code."""
+    """Run a script with the arguments of `accelerate launch`; returns the exit code."""
     args = _parser().parse_args(arguments)
     _check_script(args)
     _check_options(args)
-    file = _file_of(args)
+    file = _accelerate_file(args)
     has_section = file is not None and file.has_section
     source = args.ort_config or (file.name if file and has_section else None)
     usable_config(source)
     _put_runner_in_front(args, source)
-    _settle_cpus(args, file)
+    _set_up_cpus(args, file)
     if file is None:
-        return _launched(args)
+        return _run_launcher(args)
     with tempfile.TemporaryDirectory() as folder:
         args.config_file = file.without_section(Path(folder))
-        return _launched(args)
+        return _run_launcher(args)
 
 
 def _parser() -> ArgumentParser:
@@ -71,7 +71,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _check_script(args: Namespace) -> None:
-    """Find the script before processes are started that would each say that it is not there."""
+    """Refuse a missing script once, before each of the processes would."""
     script = args.training_script
     if args.no_python:
         raise OrtAccelError(
@@ -91,15 +91,15 @@ def _similar(script: Path) -> str:
     return f"; did you mean {script.parent / close[0]}?" if close else f" in {script.parent.absolute()}"
 
 
-def _file_of(args: Namespace) -> AccelerateFile | None:
-    """The configuration file that accelerate would read."""
+def _accelerate_file(args: Namespace) -> AccelerateFile | None:
+    """Returns the configuration file that accelerate would read."""
     if args.config_file is not None:
         return AccelerateFile(args.config_file)
     return AccelerateFile(default_config_file) if Path(default_config_file).is_file() and not args.cpu else None
 
 
 def _check_options(args: Namespace) -> None:
-    """Say which options cannot go together with ort_accel."""
+    """Refuse options that cannot go together with ort_accel."""
     if args.dynamo_backend not in (None, "no"):
         why = f"a model has one compiler, and with `{PROGRAM}` it is ort_accel"
         raise OrtAccelError(f"--dynamo_backend {args.dynamo_backend}: {why}; leave the option out")
@@ -109,36 +109,36 @@ def _check_options(args: Namespace) -> None:
 
 
 def _put_runner_in_front(args: Namespace, config_file: str | None) -> None:
-    """What accelerate is to start: the runner as a module, with its options, the script, and its arguments."""
+    """Let accelerate start the runner as a module, with its options, the script and the script's arguments."""
     named = ["--ort_config", str(Path(config_file).absolute())] if config_file else []
     as_module = ["-m"] if args.module else []
     args.training_script_args = [*named, *as_module, args.training_script, *args.training_script_args]
     args.training_script, args.module = RUNNER, True
 
 
-def _settle_cpus(args: Namespace, file: AccelerateFile | None) -> None:
-    """Threads and memory for processes on CPUs, and torchrun to start several, where accelerate would need mpirun."""
+def _set_up_cpus(args: Namespace, file: AccelerateFile | None) -> None:
+    """Set threads and memory for processes on CPUs. Torchrun starts several, where accelerate would need mpirun."""
     multi_cpu = file is not None and file.is_multi_cpu
     if args.mpirun_hostfile is not None or not (args.cpu or multi_cpu):
         return
     processes = args.num_processes or (file.processes if file and multi_cpu else 1)
     if args.num_cpu_threads_per_process is None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
-    _leave_no_gaps()
+    _join_freed_blocks()
     if processes > 1:
         args.cpu, args.multi_gpu, args.num_processes = False, True, processes
         os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
-def _leave_no_gaps() -> None:
-    """Let glibc join freed blocks in the processes to be started, unless somebody has told it about its cache."""
+def _join_freed_blocks() -> None:
+    """Let glibc join freed blocks in the processes to be started, unless the user has set its cache."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if leaves_gaps() and JOINING.partition("=")[0] not in tunables:
         os.environ["GLIBC_TUNABLES"] = f"{tunables}:{JOINING}".lstrip(":")
 
 
-def _launched(args: Namespace) -> int:
-    """Let accelerate start the processes; the exit code of the first that failed, or 0."""
+def _run_launcher(args: Namespace) -> int:
+    """Let accelerate start the processes; returns the exit code of the first that failed, or 0."""
     try:
         launch_command(args)
     except subprocess.CalledProcessError as error:

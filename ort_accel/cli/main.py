@@ -1,4 +1,4 @@
-"""The command `ort-accel`: puts the commands of this folder together, and nothing else."""
+"""The command `ort-accel`: it puts the commands of this folder together, and nothing else."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ort_accel.errors import ConfigError
+from ort_accel.cli.exits import errors_as_exit_code
 
 
 def migrate(
@@ -36,12 +36,9 @@ def migrate(
     from ort_accel.config import env_file as variables
     from ort_accel.config import migrate as migration
 
-    try:
+    with errors_as_exit_code():
         found = variables.read_env_file(env_file) if env_file else variables.from_environment(os.environ)
         if memory_config:
             found.append(variables.Variable(migration.PLANS_VARIABLE, str(memory_config), "--memory-config"))
         text = migration.to_yaml(migration.migrate(found))
-    except ConfigError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from error
     typer.echo(text, nl=False)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
 
 
 class Machine(StrEnum):
-    """What trains, and how several processes share the work."""
+    """The device that trains, and the way in which several processes share the work."""
 
     SINGLE_CPU = "single-cpu"
     SINGLE_GPU = "single-gpu"
@@ -18,11 +17,11 @@ class Machine(StrEnum):
 
     @property
     def is_single(self) -> bool:
-        """Whether one process trains alone."""
+        """True if one process trains alone."""
         return self in {Machine.SINGLE_CPU, Machine.SINGLE_GPU}
 
 
-_OF_MACHINE: dict[Machine, dict[str, Any]] = {
+_OF_MACHINE: dict[Machine, dict[str, object]] = {
     Machine.SINGLE_CPU: {"distributed_type": "NO", "use_cpu": True},
     Machine.SINGLE_GPU: {"distributed_type": "NO", "use_cpu": False, "gpu_ids": "all"},
     Machine.DDP: {"distributed_type": "MULTI_CPU", "use_cpu": True},
@@ -63,8 +62,8 @@ _OF_MACHINE: dict[Machine, dict[str, Any]] = {
 }
 
 
-def accelerate_config(machine: Machine, processes: int, mixed_precision: str) -> dict[str, Any]:
-    """The keys of accelerate for a machine."""
+def accelerate_config(machine: Machine, processes: int, mixed_precision: str) -> dict[str, object]:
+    """Returns the keys of accelerate for a machine."""
     return {
         "compute_environment": "LOCAL_MACHINE",
         **_OF_MACHINE[machine],

@@ -1,4 +1,4 @@
-"""Commands that run a few steps of their own, and show the report or compare the times themselves."""
+"""The configuration of commands that run a few steps, and show the report or the times themselves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ort_accel.config import Config
 
 
 def quiet(config: Config) -> Config:
-    """The same configuration with every step on the engine; where nothing else is asked for, only errors are logged."""
+    """Returns the configuration with every step on the engine; at the default log level, only errors are logged."""
     engine = config.engine.model_copy(update={"compare_with_eager": False})
     level = "error" if config.observe.log_level == "warning" else config.observe.log_level
     observe = config.observe.model_copy(update={"log_level": level})

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from ort_accel.config.fields import Shape
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -38,7 +41,7 @@ def schema(
         raise typer.Exit(2) from error
 
 
-def config_schema() -> dict[str, Any]:
+def config_schema() -> Shape:
     """JSON Schema, draft 2020-12, of a configuration file."""
     from ort_accel.config.schema import Config
 
@@ -53,7 +56,7 @@ def config_schema() -> dict[str, Any]:
     return schema
 
 
-def _join_lines(node: Any) -> None:
+def _join_lines(node: object) -> None:
     """Docstrings are wrapped for the source file; editors wrap by themselves."""
     if isinstance(node, dict):
         if isinstance(node.get("description"), str):

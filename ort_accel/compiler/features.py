@@ -12,6 +12,7 @@ from ort_accel.compiler.device_placement import why_not_shared
 from ort_accel.compiler.refusals import NO_TRITON
 from ort_accel.compiler.settings import Settings
 from ort_accel.config import Config
+from ort_accel.config.declaration import rows
 from ort_accel.errors import ConfigError, Problem
 from ort_accel.reporting import Report
 
@@ -40,15 +41,9 @@ def record_features(settings: Settings, report: Report) -> None:
     }
     report.config = config.to_dict()
     record_settings(settings, report)
+    report.features |= {row.name: row for row in rows(config)}
     _record_engine(config, report)
     _record_cuda(settings, report)
-    _record_optimizer(config, report)
-    _record_trainers(config, report)
-    every = f"the density table, every {config.density.inspect_every} batches" if config.density.inspect else ""
-    _record_wish("density.inspect", every, report)
-    file = config.observe.report_file
-    written = f"written to {file} when training ends; without a Trainer, when the program ends" if file else ""
-    _record_wish("observe.report_file", written, report)
     _record_skipping(config, report)
     _record_memory(settings, report)
 
@@ -83,11 +78,6 @@ def _record_engine(config: Config, report: Report) -> None:
     else:
         where = "in the log and here" if engine.fallback == "warn" else "here"
         report.applied("engine.fallback", f"PyTorch runs what ONNX Runtime cannot, and it is said {where}")
-    _record_wish("engine.run_in_pytorch", ", ".join(engine.run_in_pytorch), report)
-    _record_wish(
-        "engine.cache_dir", f"what is compiled is kept in {engine.cache_dir}" if engine.cache_dir else "", report
-    )
-    _record_wish("engine.save_onnx", f"models are written to {engine.save_onnx}" if engine.save_onnx else "", report)
 
 
 def _record_skipping(config: Config, report: Report) -> None:
@@ -105,9 +95,6 @@ def _record_compute(settings: Settings, report: Report) -> None:
         report.applied("precision.cast_propagation.level", effect)
     else:
         report.off("precision.cast_propagation.level", "switched off")
-    kept = config.precision.cache_cast_weights
-    why = "switched off" if kept is False else "no gradients were accumulated under autocast yet"
-    report.off("precision.cache_cast_weights", why)
     measured = ", for many tokens the faster one, as timed" if settings.times_operators else ""
     ways = {
         "auto": f"as PyTorch chooses: a fused kernel, or matrix products{measured}",
@@ -115,8 +102,6 @@ def _record_compute(settings: Settings, report: Report) -> None:
     }
     wish = config.compute.attention
     report.applied("compute.attention", ways.get(wish, f"one node, which PyTorch runs ({wish})"))
-    how = "each graph is measured when it is compiled" if config.compute.tuning.enabled else ""
-    _record_wish("compute.tuning.enabled", how, report)
     if config.compute.fusions is False:
         report.off("compute.fusions", "switched off, with all optimizations of ONNX Runtime")
     else:
@@ -136,37 +121,8 @@ def _record_placement(settings: Settings, report: Report) -> None:
         report.applied("compute.placement", timed)
 
 
-def _record_optimizer(config: Config, report: Report) -> None:
-    """Record what is known before a Trainer overwrites it when training begins."""
-    wishes = config.optimizer
-    report.off(
-        "optimizer.name", f"ORTTrainer builds {wishes.name}" if wishes.name else "left to the training arguments"
-    )
-    report.off("optimizer.fp16.enabled", "ORTTrainer keeps fp32 weights" if wishes.fp16.enabled else "not asked for")
-    in_backward = "ORTTrainer's optimizer does it; in a loop of your own use ort_accel.optim.step_in_backward"
-    report.off("optimizer.step_in_backward", in_backward if wishes.step_in_backward else "not asked for")
-    given = "for optimizers that DeepSpeed, Apex or Megatron made; there is none"
-    report.off("optimizer.fp16.replace_checks", given if wishes.fp16.replace_checks else "switched off")
-
-
-def _record_trainers(config: Config, report: Report) -> None:
-    """Record as refused what only a Trainer can do, which then overwrites it."""
-    if config.distributed.load_balancing.enabled:
-        how = "ORTTrainer does it; in a loop of your own use ort_accel.data.LoadBalancingDistributedSampler"
-        report.refused("distributed.load_balancing.enabled", how)
-    else:
-        report.off("distributed.load_balancing.enabled", "not asked for")
-    why = "switched off" if config.compute.loss_in_graph is False else "no loss outside of the model was seen yet"
-    report.off("compute.loss_in_graph", why)
-    if config.observe.activation_statistics is not None:
-        how = "a Trainer does it; in a loop of your own use ort_accel.subscribers.StatisticsSubscriber"
-        report.refused("observe.activation_statistics", how)
-    else:
-        report.off("observe.activation_statistics", "not asked for")
-
-
 def _record_memory(settings: Settings, report: Report) -> None:
-    config, memory = settings.config, settings.config.memory
+    memory = settings.config.memory
     _record_early_gradients(memory.early_gradient_release, settings.zero3, report)
     ways = {
         1: "everything within a transformer layer is computed again, its input is kept",
@@ -177,13 +133,6 @@ def _record_memory(settings: Settings, report: Report) -> None:
     else:
         budgeted = "the budget decides" if memory.budget else ""
         report.off("memory.level", budgeted or "nothing is computed again but what plans or the model ask for")
-    kept = f"the least is computed again that keeps the predicted peak of a step within {memory.budget}"
-    _record_wish("memory.budget", kept if memory.budget else "", report)
-    report.off("memory.offload", "no graph with a backward was compiled yet" if memory.offload else "not asked for")
-    stats = "four phases of a step: the first ten steps, then at powers of two" if config.observe.memory_stats else ""
-    _record_wish("observe.memory_stats", stats, report)
-    _record_wish("memory.plans", ", ".join(memory.plans), report)
-    _record_wish("memory.plan_file", f"plans are read from {memory.plan_file}" if memory.plan_file else "", report)
 
 
 def _record_early_gradients(wish: bool, zero3: bool, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""The configuration: a typed object, the YAML that builds it, and errors that say where and what."""
+"""The configuration: a typed object, the YAML that builds it, and errors with file, line and column."""
 
 from ort_accel.config.load import load_config
 from ort_accel.config.schema import Config

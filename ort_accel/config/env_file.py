@@ -1,4 +1,4 @@
-"""`KEY=VALUE` lines, as `.env` files and shell scripts hold them, read without running a shell."""
+"""Reads `KEY=VALUE` lines, as `.env` files and shell scripts hold them, without running a shell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EXPANDED_BY_SHELLS = re.compile(r"[$`]")
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable, and where it was set."""
+    """One variable, and the place where it was set."""
 
     name: str
     value: str
@@ -26,17 +26,17 @@ class Variable:
     column: int | None = None
 
     def problem(self, message: str) -> Problem:
-        """What is wrong with it."""
+        """Returns a problem with the variable."""
         return Problem(self.name, message, self.source, self.line, self.column)
 
 
 def from_environment(environ: Mapping[str, str]) -> list[Variable]:
-    """The variables of a process."""
+    """Returns the variables of a process."""
     return [Variable(name, value) for name, value in environ.items()]
 
 
 def read_env_file(file: Path) -> list[Variable]:
-    """The variables that a file sets; of several settings of one name the last holds. A bad line is a `ConfigError`."""
+    """Returns the variables that a file sets; the last setting of a name counts. A bad line is a `ConfigError`."""
     try:
         text = file.read_text("utf-8-sig")
     except OSError as error:

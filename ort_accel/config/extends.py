@@ -1,4 +1,4 @@
-"""`extends: other.yaml`: following it from file to file, and laying each file on the one that it names."""
+"""`extends: other.yaml`: it is followed from file to file, and each file is laid on the one that it names."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Chain:
     """The tree of each file that is readable, without `extends`."""
     problems: list[Problem] = field(default_factory=list)
     complete: bool = True
-    """Whether all of them could be read."""
+    """True if all of them could be read."""
 
     def merged(self) -> Node:
-        """Each tree laid on those that it extends."""
+        """Returns the trees as one: each is laid on those that it extends."""
         result = self.trees[-1]
         for tree in reversed(self.trees[:-1]):
             result = merge(result, tree)
@@ -48,7 +48,7 @@ def follow(tree: Node, name: str, folder: Path, file: Path | None = None) -> Cha
         if base is not None and content is None:
             unreadable = f"{shortened(str(base))!r}: {unreadable}"
         if base is None or content is None:
-            chain.problems.append(link.place.problem((EXTENDS,), unreadable))
+            chain.problems.append(link.position.problem((EXTENDS,), unreadable))
             chain.complete = False
             break
         current, problems = parse(content, str(base))
@@ -59,7 +59,7 @@ def follow(tree: Node, name: str, folder: Path, file: Path | None = None) -> Cha
 
 
 def _base_of(link: Node, folder: Path, names: list[str], seen: set[str]) -> tuple[Path | None, str]:
-    """The file that a link names, or the reason why it cannot be used. Adds it to `names` and `seen`."""
+    """Returns the file that a link names, or the reason why it cannot be used. Adds it to `names` and `seen`."""
     if not isinstance(link.value, str) or not link.value.strip() or "\0" in link.value:
         return None, "this must be the path of one YAML file, as text; allowed: a path"
     base = folder / link.value

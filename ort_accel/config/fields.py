@@ -1,4 +1,4 @@
-"""Looking up the schema by path: which keys there are, and what each may hold, in words."""
+"""Looks up keys in the schema by path, and puts their allowed values into words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def schema() -> Shape:
 
 
 def resolve(shape: Shape) -> Shape:
-    """The shape itself where it is only a reference to it, or that or null."""
+    """Returns the shape that a reference, or a choice between a reference and null, stands for."""
     for branch in shape.get("anyOf", ()):
         if "$ref" in branch:
             return resolve(branch)
@@ -32,7 +32,7 @@ def resolve(shape: Shape) -> Shape:
 
 
 def below(shape: Shape, part: str | int) -> Shape | None:
-    """The shape under a key or list position, or None where the schema has no such thing."""
+    """Returns the shape under a key or list position, or None where the schema has no such thing."""
     shape = resolve(shape)
     if isinstance(part, int):
         return shape.get("items")
@@ -42,7 +42,7 @@ def below(shape: Shape, part: str | int) -> Shape | None:
 
 
 def shape_at(path: KeyPath) -> Shape:
-    """The shape of the key at a path that the schema knows."""
+    """Returns the shape of the key at a path that the schema knows."""
     shape: Shape = schema()
     for part in path:
         found = below(shape, part)
@@ -52,7 +52,7 @@ def shape_at(path: KeyPath) -> Shape:
 
 
 def known_part(location: KeyPath) -> KeyPath:
-    """The beginning of a path that the schema knows; pydantic appends the branches of a union."""
+    """Returns the beginning of a path that the schema knows; pydantic appends the branches of a union."""
     shape: Shape | None = schema()
     for depth, part in enumerate(location):
         shape = below(shape, part) if shape else None
@@ -62,19 +62,19 @@ def known_part(location: KeyPath) -> KeyPath:
 
 
 def keys_of(path: KeyPath) -> list[str]:
-    """The keys of a section, in the order of the schema."""
+    """Returns the keys of a section, in the order of the schema."""
     return list(resolve(shape_at(path)).get("properties", ()))
 
 
 def all_keys(path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Every key of the schema with its section, sections included."""
+    """Yields every key of the schema with its section, sections included."""
     for key in keys_of(path):
         yield (*path, key)
         yield from all_keys((*path, key))
 
 
 def allowed(shape: Shape) -> str:
-    """What a key may hold, in words."""
+    """Returns the allowed values of a key, in words."""
     if "anyOf" in shape:
         return ", ".join(map(allowed, shape["anyOf"]))
     if "const" in shape or "enum" in shape:
@@ -99,7 +99,7 @@ def allowed(shape: Shape) -> str:
 
 
 def choices(shape: Shape) -> list[str]:
-    """The words that a key may hold, as they are written in YAML."""
+    """Returns the words that a key may hold, as they are written in YAML."""
     shape = shape if "anyOf" in shape else {"anyOf": [shape]}
     found: list[str] = []
     for branch in shape["anyOf"]:

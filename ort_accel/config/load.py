@@ -1,4 +1,4 @@
-"""Building a `Config` from a file, a text or a dict, with every problem found at once."""
+"""Builds a `Config` from a file, a text or a dict, and finds every problem at once."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from ort_accel.config.declaration import Rule, broken
 from ort_accel.config.extends import Chain, follow
-from ort_accel.config.rules import Rule, broken
 from ort_accel.config.schema import Config
-from ort_accel.config.tree import BadData, KeyPath, Node, Place, from_data, place_of, shortened, value_at, without
+from ort_accel.config.tree import (
+    KeyPath,
+    Node,
+    Position,
+    UnsupportedDataError,
+    from_data,
+    position_of,
+    shortened,
+    value_at,
+    without,
+)
 from ort_accel.config.wording import validate
 from ort_accel.config.yaml_file import parse, read_file
 from ort_accel.errors import ConfigError, Problem
@@ -19,11 +28,11 @@ from ort_accel.errors import ConfigError, Problem
 SECTION = "ort_accel_config"
 """The key that holds a configuration, or names its file, inside a configuration file of accelerate."""
 
-Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
+ConfigSource = str | os.PathLike[str] | Mapping[str, object] | Config | None
 
 
-def load_config(source: Source = None) -> Config:
-    """The configuration in a YAML file or a dict; the defaults for None. A `Config` is checked and comes back as it is.
+def load_config(source: ConfigSource = None) -> Config:
+    """Returns the configuration in a YAML file or a dict; the defaults for None. A `Config` is checked and returned.
 
     Of a configuration file of accelerate the section `ort_accel_config` counts, a map or the path of another file.
     Raises `ConfigError` with all problems, each with its place in the file.
@@ -42,7 +51,7 @@ def load_config(source: Source = None) -> Config:
 
 
 def load_config_text(content: str | bytes, name: str = "<stdin>", folder: str | os.PathLike[str] = ".") -> Config:
-    """The configuration in YAML text. `folder` is where a relative `extends` begins."""
+    """Returns the configuration in YAML text. `folder` is where a relative `extends` begins."""
     tree, problems = parse(content, name)
     return _build(tree, problems, name, Path(folder))
 
@@ -61,20 +70,20 @@ def _load_file(name: str | bytes, with_section: bool = True) -> Config:
 
 
 def _load_section(section: Node, problems: list[Problem], name: str, folder: Path) -> Config:
-    """The configuration that is written in, or named by, the section of a file whose other keys are accelerate's."""
+    """Returns the configuration in, or named by, the section of a configuration file of accelerate."""
     if isinstance(section.value, str):
         file = folder / section.value
         if not file.is_file():
             reason = read_file(file, str(file))[1] or "this is not a file"
-            raise ConfigError([section.place.problem((SECTION,), f"{shortened(section.value)!r}: {reason}")])
+            raise ConfigError([section.position.problem((SECTION,), f"{shortened(section.value)!r}: {reason}")])
         return _load_file(str(file), with_section=False)
     if section.value is not None and not isinstance(section.value, dict):
         text = "a map of ort_accel's keys belongs here, or the path of its file, relative to this one"
-        raise ConfigError([section.place.problem((SECTION,), text)])
+        raise ConfigError([section.position.problem((SECTION,), text)])
     mine = [problem for problem in problems if problem.path == SECTION or _within(problem.path, SECTION)]
     inside = [replace(problem, path=problem.path.removeprefix(SECTION).removeprefix(".")) for problem in mine]
     try:
-        return _build(Node(section.value or {}, section.place), inside, name, folder)
+        return _build(Node(section.value or {}, section.position), inside, name, folder)
     except ConfigError as error:
         raise ConfigError(_below_section(problem, name) for problem in error.problems) from None
 
@@ -84,16 +93,16 @@ def _below_section(problem: Problem, name: str) -> Problem:
     return replace(problem, path=path) if problem.source == name else problem
 
 
-def _load_data(data: Mapping[str, Any]) -> Config:
+def _load_data(data: Mapping[str, object]) -> Config:
     try:
         tree = from_data(data)
-    except BadData as error:
-        raise ConfigError([Place().problem(error.path, error.message)]) from error
+    except UnsupportedDataError as error:
+        raise ConfigError([Position().problem(error.path, error.message)]) from error
     return _build(tree, [], "config", Path())
 
 
 def _build(tree: Node | None, problems: list[Problem], name: str, folder: Path, file: Path | None = None) -> Config:
-    """The configuration that a tree stands for, with what it extends."""
+    """Returns the configuration that a tree stands for, with what it extends."""
     if tree is None:
         raise ConfigError(problems)
     chain = follow(tree, name, folder, file)
@@ -111,7 +120,7 @@ def _build(tree: Node | None, problems: list[Problem], name: str, folder: Path, 
 
 
 def _new(known: Iterable[Problem], found: list[Problem]) -> list[Problem]:
-    """What is found where nothing was known to be wrong."""
+    """Returns the problems at places where no problem was known."""
     places = {(problem.source, problem.line, problem.column) for problem in known if problem.line is not None}
     texts = {(problem.path, problem.message) for problem in known if problem.line is None}
     return [
@@ -122,7 +131,7 @@ def _new(known: Iterable[Problem], found: list[Problem]) -> list[Problem]:
 
 
 def _valid_part(tree: Node, mistakes: list[tuple[KeyPath, Problem, bool]]) -> Config:
-    """The configuration without the keys that have a mistake, so that the rules can look at the others."""
+    """Returns the configuration without the keys that have a mistake, so that the rules can look at the others."""
     config: Config | None = None
     while config is None:
         for path, _, missing in mistakes:
@@ -132,7 +141,7 @@ def _valid_part(tree: Node, mistakes: list[tuple[KeyPath, Problem, bool]]) -> Co
 
 
 def _broken_rules(config: Config, tree: Node, problems: list[Problem]) -> list[Problem]:
-    """The rules that are broken, of those whose keys have no problem of their own."""
+    """Returns the rules that are broken, of those whose keys have no problem of their own."""
     wrong = {problem.path.partition("[")[0] for problem in problems}
     return [
         _rule_problem(tree, rule, message)
@@ -146,17 +155,19 @@ def _within(key: str, section: str) -> bool:
 
 
 def _rule_problem(tree: Node | None, rule: Rule, message: str) -> Problem:
-    """The problem at the first key of a rule that the file gives."""
+    """Returns the problem at the first key of a rule that the file gives."""
     paths: list[KeyPath] = [tuple(key.split(".")) for key in rule.keys]
     if tree is None:
-        return Place().problem(paths[0], message)
+        return Position().problem(paths[0], message)
     given = next((path for path in paths if value_at(tree, path) is not None), ())
-    return place_of(tree, given).problem(paths[0], message)
+    return position_of(tree, given).problem(paths[0], message)
 
 
 def _in_order(problems: list[Problem], chain: Chain) -> list[Problem]:
-    """Problems in the order of the files that extend each other, and of the lines in each."""
-    files = list(dict.fromkeys([tree.place.source for tree in chain.trees] + [problem.source for problem in problems]))
+    """Sort problems in the order of the files that extend each other, and of the lines in each."""
+    files = list(
+        dict.fromkeys([tree.position.source for tree in chain.trees] + [problem.source for problem in problems])
+    )
     return sorted(problems, key=lambda each: (files.index(each.source), each.line or 0, each.column or 0))
 
 

@@ -1,4 +1,4 @@
-"""From the environment variables of onnxruntime-training's ORTModule to a YAML file of this configuration."""
+"""Turns the environment variables of onnxruntime-training's ORTModule into a YAML file of this configuration."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ RULES: dict[str, Rule] = {
 
 @dataclass(frozen=True)
 class Migrated:
-    """What became of one variable. A variable may become several keys."""
+    """One of the outcomes of a variable, which may become several keys."""
 
     variable: Variable
     outcome: Outcome
 
 
 def migrate(variables: Iterable[Variable]) -> list[Migrated]:
-    """What becomes of each `ORTMODULE_*` variable, in the order of `RULES`; other variables are passed over.
+    """Returns the outcomes of the `ORTMODULE_*` variables, in the order of `RULES`; others are passed over.
 
-    Values that cannot be meant are a `ConfigError` that holds all of them.
+    A `ConfigError` holds all values that no variable can have.
     """
     ours = {variable.name.removeprefix(PREFIX): variable for variable in variables if variable.name.startswith(PREFIX)}
     values = {name: variable.value for name, variable in ours.items()}
@@ -86,7 +86,7 @@ def migrate(variables: Iterable[Variable]) -> list[Migrated]:
 
 
 def to_yaml(migrated: Sequence[Migrated]) -> str:
-    """A YAML file of the keys, each with the variable it comes from, and below it a comment for what has no key."""
+    """Returns a YAML file of the keys, each with its variable, and a comment for each variable without a key."""
     lines = ["# Written by `ort-accel migrate` from the variables of ORTModule. `ort-accel check` checks it."]
     if not migrated:
         lines.append(f"# No {PREFIX}* variable was set, so every key keeps its default.")
@@ -115,7 +115,7 @@ def _require_text(value: str) -> None:
 
 
 def _setting_lines(migrated: Iterable[Migrated]) -> Iterator[str]:
-    """The keys in their sections. Of a key that several variables decide, the rules give each the same value."""
+    """Yields the keys in their sections. Of a key that several variables decide, the rules give each the same value."""
     tree: dict[str, Any] = {}
     for each in migrated:
         if isinstance(each.outcome, Setting):

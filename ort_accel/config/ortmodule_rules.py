@@ -1,13 +1,13 @@
-"""What becomes of the value of an ORTModule variable: one small rule for each kind of value."""
+"""Rules that turn the value of an ORTModule variable into keys: one for each kind of value."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ort_accel.config.plan_text import read_plan_file
+from ort_accel.config.tree import Plain
 
 
 @dataclass(frozen=True)
@@ -15,14 +15,14 @@ class Setting:
     """A key that takes over from a variable."""
 
     key: str
-    value: Any
+    value: Plain
     note: str = ""
-    """What behaves differently, if anything does."""
+    """Differences of behaviour, if there are any."""
 
 
 @dataclass(frozen=True)
 class NoCounterpart:
-    """Why a variable has no key."""
+    """The reason why a variable has no key."""
 
     reason: str
 
@@ -31,7 +31,7 @@ Outcome = Setting | NoCounterpart
 Values = Mapping[str, str]
 """Each variable that is set, without the prefix."""
 Rule = Callable[[str, Values], Iterable[Outcome]]
-"""What becomes of a variable's value, beside the others. A value that cannot be meant is a ValueError."""
+"""Takes a variable's value and all values, and returns its outcomes. A bad value is a ValueError."""
 
 
 def _is_on(value: str) -> bool:
@@ -59,7 +59,7 @@ def _names(value: str, allowed: Iterable[str], *, what: str) -> set[str]:
 
 
 def switch(key: str, *, on: bool | str = True) -> Rule:
-    """0 and 1, where 1 becomes `on`."""
+    """Returns the rule for 0 and 1, where 1 becomes `on`."""
 
     def rule(value: str, _: Values) -> Iterator[Outcome]:
         yield Setting(key, on if _is_on(value) else False)
@@ -68,7 +68,7 @@ def switch(key: str, *, on: bool | str = True) -> Rule:
 
 
 def path(key: str, *, note: str = "") -> Rule:
-    """A file or folder; upstream took an empty one for none."""
+    """Returns the rule for a file or folder; upstream took an empty one for none."""
 
     def rule(value: str, _: Values) -> Iterator[Outcome]:
         yield Setting(key, value, note) if value else NoCounterpart(_EMPTY)
@@ -155,7 +155,7 @@ def compute_optimizer(value: str, _: Values) -> Iterator[Outcome]:
 
 
 def sparsity(key: str) -> Rule:
-    """0 and 1, where 1 lets the density decide, and counts only beside the compute optimizer."""
+    """Returns the rule for 0 and 1, where 1 becomes `auto`, and counts only beside the compute optimizer."""
 
     def rule(value: str, values: Values) -> Iterator[Outcome]:
         enabled = _is_on(value)

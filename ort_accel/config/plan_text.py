@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ort_accel.config.tree import shortened
-from ort_accel.reporting import PlanKind
+from ort_accel.memory_records import PlanKind
 
 GRAMMAR = "a plan is cluster:type:count, such as BiasGelu+:1:-1"
 MAX_BYTES = 1 << 20
@@ -19,12 +19,12 @@ _COUNT = re.compile(r"-1|[1-9][0-9]{0,8}")
 
 
 class PlanError(ValueError):
-    """A plan, or a file of plans, that cannot be used. The text says what was seen and what is allowed."""
+    """An unusable plan or file of plans. The text names the value seen and the allowed ones."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do with the places in the graph where a cluster of operators is found."""
+    """A cluster of operators, and the treatment of the places in the graph where it is found."""
 
     cluster: str
     """ONNX operators in topological order, each followed by `+`."""
@@ -34,7 +34,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """The plan that a text stands for."""
+        """Returns the plan that a text stands for."""
         fields = text.strip().split(":")
         if len(fields) != 3:
             raise PlanError(f"{shortened(text)!r} is not three fields with : between them; {GRAMMAR}")
@@ -56,12 +56,12 @@ class Plan:
 
 
 def parse_plans(text: str) -> tuple[Plan, ...]:
-    """The plans of a text that may hold several, joined by commas."""
+    """Returns the plans of a text that may hold several, joined by commas."""
     return tuple(Plan.parse(part) for part in text.split(","))
 
 
 def join_plans(texts: Iterable[str]) -> tuple[Plan, ...]:
-    """The plans of several texts, each once; two that say different things of one cluster are an error."""
+    """Returns the plans of several texts, each once; two that say different things of one cluster are an error."""
     plans: dict[str, Plan] = {}
     for plan in (plan for text in texts for plan in parse_plans(text)):
         if plans.setdefault(plan.cluster, plan) != plan:
@@ -71,7 +71,7 @@ def join_plans(texts: Iterable[str]) -> tuple[Plan, ...]:
 
 
 def read_plan_file(file: Path) -> tuple[Plan, ...]:
-    """The plans of a JSON file that holds a list of texts."""
+    """Returns the plans of a JSON file that holds a list of texts."""
     try:
         with file.open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)

@@ -14,7 +14,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def default_yaml() -> str:
-    """Every key with its default, explained."""
+    """Returns the file that has every key with its default, explained."""
     head = [
         "# Every key with its default value, so this file changes nothing as it stands. Copy what you want to set.",
         "# Written by `python -m ort_accel.config.reference`.",
@@ -43,7 +43,7 @@ def _section(shape: Shape, indent: str) -> Iterator[str]:
 
 
 def configuration_md() -> str:
-    """A table for each section."""
+    """Returns the reference: a table for each section."""
     lines = [
         "# Configuration",
         "",
@@ -103,7 +103,7 @@ def _optional(shape: Shape) -> bool:
 
 
 def _with_example(shape: Shape) -> Shape:
-    """The shape with an example for each key that must be given."""
+    """Returns the shape with an example for each key that must be given."""
     required = {key: {"default": "statistics"} for key in shape.get("required", ())}
     return {"properties": {key: below | required.get(key, {}) for key, below in shape["properties"].items()}}
 

@@ -1,14 +1,14 @@
-"""What an unquoted YAML 1.2 scalar means, and how a value is written so that it means the same again."""
+"""Reads unquoted YAML 1.2 scalars, and writes values so that they are read as the same."""
 
 from __future__ import annotations
 
 import re
 
-from ort_accel.config.tree import BIGGEST_NUMBER, shortened
+from ort_accel.config.tree import MAX_INTEGER, Scalar, shortened
 
 NULLS = ("", "~", "null", "Null", "NULL")
 BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-OLD_BOOLS = {"yes": True, "on": True, "y": True, "no": False, "off": False, "n": False}
+YAML_1_1_BOOLS = {"yes": True, "on": True, "y": True, "no": False, "off": False, "n": False}
 """Words that YAML 1.1 took for booleans; here they are text, and an error points it out."""
 
 _INTEGER = re.compile(r"[-+]?[0-9]+")
@@ -23,11 +23,11 @@ _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 class ScalarError(ValueError):
-    """A scalar that different readers take for different values, or that is too large."""
+    """A scalar that YAML readers disagree on, or that is too large."""
 
 
-def read_scalar(text: str) -> str | int | float | bool | None:
-    """The value of an unquoted scalar in the YAML 1.2 core schema."""
+def read_scalar(text: str) -> Scalar:
+    """Returns the value of an unquoted scalar in the YAML 1.2 core schema."""
     if text in NULLS:
         return None
     if text in BOOLS:
@@ -39,8 +39,8 @@ def read_scalar(text: str) -> str | int | float | bool | None:
     pattern, base = _BASED.get(text[:2], (_INTEGER, 10))
     if pattern.fullmatch(text):
         number = int(text, base) if len(text) <= _MAX_DIGITS else None
-        if number is None or abs(number) > BIGGEST_NUMBER:
-            raise ScalarError(f"the number is too large; the largest is {BIGGEST_NUMBER}")
+        if number is None or abs(number) > MAX_INTEGER:
+            raise ScalarError(f"the number is too large; the largest is {MAX_INTEGER}")
         return number
     if _FLOAT.fullmatch(text):
         return float(text)
@@ -49,15 +49,15 @@ def read_scalar(text: str) -> str | int | float | bool | None:
     return text
 
 
-def write_scalar(value: str | int | float | bool | None) -> str:
-    """The YAML for a value, quoted where it would otherwise be read as something else."""
+def write_scalar(value: Scalar) -> str:
+    """Returns the YAML for a value, quoted where it would otherwise be read as something else."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
     if not isinstance(value, str):
         return repr(value).replace("inf", ".inf").replace("nan", ".nan")
-    safe = _PLAIN.fullmatch(value) and value.lower() not in OLD_BOOLS and isinstance(_read_or_none(value), str)
+    safe = _PLAIN.fullmatch(value) and value.lower() not in YAML_1_1_BOOLS and isinstance(_read_or_none(value), str)
     return value if safe else f'"{"".join(map(_escape, value))}"'
 
 

@@ -1,10 +1,10 @@
-"""The kinds of value that a configuration may hold, beyond plain strings, numbers and booleans."""
+"""Types of values beyond plain strings, numbers and booleans."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -12,13 +12,11 @@ from pydantic_core import PydanticCustomError
 from ort_accel.config.plan_text import PlanError, join_plans, parse_plans
 from ort_accel.config.tree import shortened
 
-AUTO = "auto"
-
 Switch = Literal["auto"] | bool
 """`auto`: ort_accel decides and the report says which and why; `true` and `false` are obeyed."""
 
 
-def _check_path(value: Any) -> Any:
+def _check_path(value: object) -> object:
     if isinstance(value, str | Path) and (not str(value) or "\0" in str(value)):
         raise PydanticCustomError(
             "refused", "an empty path, or one with a NUL in it, names nothing; write null for none"
@@ -30,14 +28,14 @@ FilePath = Annotated[Path, Field(strict=False), BeforeValidator(_check_path)]
 """A path; a relative one is taken from the folder that the program runs in."""
 
 
-def _check_exact(value: Any) -> Any:
+def _check_exact(value: object) -> object:
     if isinstance(value, bool | float):
         raise PydanticCustomError("exact", "the booleans and fractions that Python calls equal to a number are not it")
     return value
 
 
 EXACT = BeforeValidator(_check_exact)
-"""For a choice between numbers, where Python's `True == 1 == 1.0` would let other types in."""
+"""The check of a choice between numbers, where Python's `True == 1 == 1.0` would let other types in."""
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(rf"([0-9]{{1,15}}(?:\.[0-9]{{1,15}})?) ?({'|'.join(_UNITS)})")
@@ -52,14 +50,14 @@ class Section(BaseModel):
 
 
 def bytes_in(size: str) -> int:
-    """The number of bytes that a size such as `6GiB` or `1.5 GB` names."""
+    """Returns the number of bytes that a size such as `6GiB` or `1.5 GB` names."""
     match = _SIZE.fullmatch(size)
     if match is None:
         raise ValueError(f"{shortened(size)!r} is not a size: write a number and one of {', '.join(_UNITS)}")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _check_budget(value: Any) -> Any:
+def _check_budget(value: object) -> object:
     if isinstance(value, str):
         try:
             if bytes_in(value) == 0:

@@ -1,22 +1,21 @@
-"""What pydantic finds wrong, in the words and with the places of the file. The only reader of pydantic's errors."""
+"""Puts pydantic's errors into the words and places of the file. Only this module reads pydantic's errors."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
 from functools import cache
-from typing import Any
 
 from pydantic import ValidationError
 
-from ort_accel.config.fields import all_keys, allowed, choices, keys_of, known_part, shape_at
-from ort_accel.config.scalars import OLD_BOOLS, ScalarError, read_scalar, write_scalar
+from ort_accel.config.fields import Shape, all_keys, allowed, choices, keys_of, known_part, shape_at
+from ort_accel.config.scalars import YAML_1_1_BOOLS, ScalarError, read_scalar, write_scalar
 from ort_accel.config.schema import Config
-from ort_accel.config.tree import KeyPath, Node, dotted, place_of, plain, shortened, value_at
+from ort_accel.config.tree import KeyPath, Node, Plain, dotted, plain, position_of, shortened, value_at
 from ort_accel.errors import Problem
 
 EXTENDS = "extends"
 WITHOUT_QUOTES = " without quotes"
-_OTHER_NAMES = {"gpu": "cuda", "none": "null", "nil": "null"}
+_SYNONYMS = {"gpu": "cuda", "none": "null", "nil": "null"}
 _REMOVED: dict[KeyPath, str] = {
     ("engine", "skip_checks"): "with it, a model that changed between steps gave wrong results; delete this line"
 }
@@ -25,7 +24,7 @@ _OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_e
 
 
 def validate(tree: Node) -> tuple[Config | None, list[tuple[KeyPath, Problem, bool]]]:
-    """The configuration, or the path of each mistake with its problem, and whether it is that a key is missing."""
+    """Returns the configuration, or each mistake: its path, its problem, and True if a key is missing."""
     try:
         return Config.model_validate(plain(tree)), []
     except ValidationError as error:
@@ -40,13 +39,13 @@ def validate(tree: Node) -> tuple[Config | None, list[tuple[KeyPath, Problem, bo
 
 def _mistake(tree: Node, path: KeyPath, kinds: list[str], message: str) -> tuple[KeyPath, Problem, bool]:
     if "extra_forbidden" in kinds:
-        return path, place_of(tree, path, key=True).problem(path, _unknown_key(path)), False
+        return path, position_of(tree, path, key=True).problem(path, _unknown_key(path)), False
     if "missing" in kinds:
         text = f"this key must be given; allowed: {allowed(shape_at(path))}"
-        return path, place_of(tree, path[:-1], key=True).problem(path, text), True
+        return path, position_of(tree, path[:-1], key=True).problem(path, text), True
     node = value_at(tree, path)
     text = message if "refused" in kinds else _wrong_value(path, None if node is None else plain(node), kinds)
-    return path, place_of(tree, path).problem(path, text), False
+    return path, position_of(tree, path).problem(path, text), False
 
 
 def _unknown_key(path: KeyPath) -> str:
@@ -89,7 +88,7 @@ def _wrong_value(path: KeyPath, value: object, kinds: list[str]) -> str:
 def _would_do(path: KeyPath, suggestion: str) -> bool:
     """True if a suggestion is itself allowed at that place."""
     try:
-        data: Any = read_scalar(suggestion.removesuffix(WITHOUT_QUOTES))
+        data: Plain = read_scalar(suggestion.removesuffix(WITHOUT_QUOTES))
     except ScalarError:
         return False
     place = tuple(0 if isinstance(part, int) else part for part in path)
@@ -112,8 +111,8 @@ def _seen(value: object) -> str:
     return "null" if value is None else write_scalar(value)  # type: ignore[arg-type]  # what is left is a scalar
 
 
-def _similar_value(shape: dict[str, Any], value: object) -> str:
-    """The way to write what was probably meant."""
+def _similar_value(shape: Shape, value: object) -> str:
+    """Returns the spelling of the value that was probably meant; empty if none is similar."""
     words = choices(shape)
     numbers = "integer" in str(shape) or "number" in str(shape)
     if isinstance(value, str):
@@ -125,18 +124,18 @@ def _similar_value(shape: dict[str, Any], value: object) -> str:
     return write_scalar(bool(value)) if "true" in words else "1.0" if value == 1 and numbers else ""
 
 
-def _with_namespace(shape: dict[str, Any], text: str) -> str:
-    """An operator's name as the examples write it, where only the namespace is missing: `aten.gelu` for `gelu`."""
+def _with_namespace(shape: Shape, text: str) -> str:
+    """Returns an operator's name with the namespace of the examples where it has none: `aten.gelu` for `gelu`."""
     namespaces = {example.partition(".")[0] for example in shape.get("examples", ()) if "." in example}
     return f"{namespaces.pop()}.{text}" if namespaces and text.isidentifier() else ""
 
 
 def _similar_text(words: list[str], numbers: bool, text: str) -> str:
     plainer = text.strip().lower()
-    if plainer in OLD_BOOLS and "true" in words:
-        return write_scalar(OLD_BOOLS[plainer])
-    if _OTHER_NAMES.get(plainer) in words:
-        return _OTHER_NAMES[plainer]
+    if plainer in YAML_1_1_BOOLS and "true" in words:
+        return write_scalar(YAML_1_1_BOOLS[plainer])
+    if _SYNONYMS.get(plainer) in words:
+        return _SYNONYMS[plainer]
     if plainer in words:
         return plainer if plainer != text else f"{text}{WITHOUT_QUOTES}"
     try:

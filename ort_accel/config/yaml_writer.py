@@ -1,35 +1,35 @@
-"""Writing plain data as YAML that reads back as the same data."""
+"""Writes plain data as YAML that reads back as the same data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from ort_accel.config.scalars import write_scalar
+from ort_accel.config.tree import Plain
 
-_LONGEST_SIMPLE_KEY = 500
+_MAX_SIMPLE_KEY_CHARACTERS = 500
 """A reader gives up on `key: value` when the key is very long; `? key` has no such limit."""
 
 
-def to_yaml(data: Mapping[str, Any]) -> str:
-    """One key a line, maps indented, lists in brackets."""
+def to_yaml(data: Mapping[str, Plain]) -> str:
+    """Returns the data with one key a line, maps indented, lists in brackets."""
     return "".join(f"{line}\n" for line in _lines(data)) or "{}\n"
 
 
-def flow(value: Any) -> str:
-    """A value on one line."""
+def flow(value: Plain) -> str:
+    """Returns a value on one line."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{write_scalar(key)}: {flow(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         return "[" + ", ".join(map(flow, value)) + "]"
     return write_scalar(value)
 
 
-def _lines(data: Mapping[str, Any]) -> Iterator[str]:
+def _lines(data: Mapping[str, Plain]) -> Iterator[str]:
     for key, value in data.items():
         text = write_scalar(key)
         start = f"{text}:"
-        if len(text) > _LONGEST_SIMPLE_KEY:
+        if len(text) > _MAX_SIMPLE_KEY_CHARACTERS:
             yield f"? {text}"
             start = ":"
         if isinstance(value, Mapping) and value:

@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 
 from ort_accel.memory.malloc_settings import return_free_memory
 from ort_accel.memory.process_memory import MostInUse, in_use, reset_peak, resident
+from ort_accel.memory_records import MeasuredPeak
 from ort_accel.observe.logs import rank
-from ort_accel.reporting import MeasuredPeak, Report
+from ort_accel.reporting import Report
 
 FIRST_WITHOUT_COMPILING = 2
 """Before this step, pools and heap are emptied. The step fills them again, and the next one is measured."""

@@ -1,4 +1,4 @@
-"""The frame of a plot: where a value stands, and the numbers at its axes."""
+"""The frame of a plot: positions of values, and the numbers at its axes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ort_accel.observe.page import Markup, tag
 
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 40
-_ABOUT = 6
-"""How many numbers an axis has, about."""
+_TICKS = 6
+"""The approximate number of ticks of an axis."""
 
 
 def short(value: float) -> str:
-    """A number with three digits that count, and a unit of thousands where it is large."""
+    """Returns a number with three significant digits, and k, M, G or T where it is large."""
     if value and abs(value) < 1e-3:
         return f"{value:.0e}".replace("e-0", "e-")
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -34,10 +34,10 @@ class Axis:
     end: float
     logarithmic: bool = False
     whole: bool = False
-    """Whether what it counts comes in whole numbers."""
+    """True if its ticks are whole numbers."""
 
-    def place(self, value: float) -> float:
-        """Where a value stands; what lies outside stands at the edge."""
+    def position(self, value: float) -> float:
+        """Returns the position of a value in pixels; values outside of the axis are at its edge."""
         share = (self._scaled(value) - self._scaled(self.low)) / (self._scaled(self.high) - self._scaled(self.low))
         return round(self.start + min(max(share, 0.0), 1.0) * (self.end - self.start), 1)
 
@@ -45,11 +45,11 @@ class Axis:
         return math.log10(max(value, self.low)) if self.logarithmic else value
 
     def ticks(self) -> list[float]:
-        """Round numbers along the axis."""
+        """Returns round numbers along the axis."""
         if self.logarithmic:
             first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
-            return [10.0**power for power in range(first, last + 1, max(1, (last - first) // _ABOUT))]
-        step = _round_step((self.high - self.low) / _ABOUT)
+            return [10.0**power for power in range(first, last + 1, max(1, (last - first) // _TICKS))]
+        step = _round_step((self.high - self.low) / _TICKS)
         if self.whole:
             step = max(step, 1.0)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
@@ -61,8 +61,8 @@ def _round_step(rough: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
 
 
-def upright(values: Iterable[float], logarithmic: bool) -> Axis:
-    """The vertical axis that holds all these values: from zero, or on a logarithmic one from the smallest power."""
+def vertical_axis(values: Iterable[float], logarithmic: bool) -> Axis:
+    """Returns the vertical axis for these values. It begins at zero, a logarithmic one at a power of ten."""
     found = [value for value in values if math.isfinite(value)]
     if logarithmic:
         positive = [value for value in found if value > 0] or [1.0]
@@ -76,21 +76,21 @@ def _ends(values: Sequence[float]) -> tuple[tuple[Callable[[float], int], float]
     return (math.floor, min(values)), (math.ceil, max(values))
 
 
-def level(values: Sequence[float], whole: bool = True) -> Axis:
-    """The horizontal axis from the first of these numbers to the last."""
+def horizontal_axis(values: Sequence[float], whole: bool = True) -> Axis:
+    """Returns the horizontal axis from the first of these numbers to the last."""
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     return Axis(low, high if high > low else low + 1.0, LEFT, WIDTH - RIGHT, whole=whole)
 
 
 def frame(across: Axis, up: Axis, x_name: str, y_name: str) -> list[Markup]:
-    """Grid lines, numbers, and what they count."""
+    """Returns the grid lines, the numbers, and the names of the axes."""
     parts = []
     for value in up.ticks():
-        y = up.place(value)
+        y = up.position(value)
         parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
         parts.append(tag("text", short(value), x=LEFT - 6, y=y + 4, text_anchor="end"))
     for value in across.ticks():
-        parts.append(tag("text", short(value), x=across.place(value), y=HEIGHT - BOTTOM + 16, text_anchor="middle"))
+        parts.append(tag("text", short(value), x=across.position(value), y=HEIGHT - BOTTOM + 16, text_anchor="middle"))
     middle = (TOP + HEIGHT - BOTTOM) / 2
     turned = f"rotate(-90 12 {middle})"
     parts.append(tag("text", x_name, x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, text_anchor="middle"))

@@ -1,4 +1,4 @@
-"""What other ways of making batches would compute, worked out from the lengths of the rows that were seen."""
+"""Estimates the FLOPs of other batching schemes from the lengths of the rows that were seen."""
 
 from __future__ import annotations
 
@@ -7,66 +7,66 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ort_accel.reporting import Way
+from ort_accel.reporting import BatchingScheme
 
 MEGABATCH = 50
-"""Batches whose rows transformers' `group_by_length` sorts among each other."""
+"""The number of batches whose rows transformers' `group_by_length` sorts among each other."""
 
 Lengths = tuple[int, ...]
-"""The tokens of a row: one number, or for an encoder and a decoder one each."""
+"""The tokens of a row: one number, or one each for an encoder and a decoder."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Estimated FLOPs of a row's forward and backward, by what grows with its lengths."""
+    """Estimated FLOPs of a row's forward and backward, by the term of its lengths that they grow with."""
 
     token: tuple[float, ...]
-    """Of each token, for each of the row's lengths."""
+    """FLOPs of each token, for each of the row's lengths."""
     pair: tuple[float, ...]
-    """Of each two tokens that attend to each other, for each of the row's lengths."""
-    crossing: float = 0.0
-    """Of each token of the decoder with each of the encoder."""
+    """FLOPs of each pair of tokens in self-attention, for each of the row's lengths."""
+    cross: float = 0.0
+    """FLOPs of each pair of tokens in cross-attention."""
     label: float = 0.0
-    """Of each token whose logits are computed."""
+    """FLOPs of each token whose logits are computed."""
 
     def of(self, lengths: Lengths) -> float:
-        """Of a row, without its logits."""
+        """Returns the FLOPs of a row, without its logits."""
         tokens = sum(each * length for each, length in zip(self.token, lengths, strict=True))
         pairs = sum(each * length * length for each, length in zip(self.pair, lengths, strict=True))
-        return tokens + pairs + (self.crossing * lengths[0] * lengths[-1] if len(lengths) > 1 else 0.0)
+        return tokens + pairs + (self.cross * lengths[0] * lengths[-1] if len(lengths) > 1 else 0.0)
 
 
 @dataclass(frozen=True)
 class SeenBatch:
-    """The lengths that one batch had."""
+    """The lengths of one batch."""
 
     widths: Lengths
-    """To what its rows are padded."""
+    """The lengths that its rows are padded to."""
     rows: tuple[Lengths, ...]
-    """How many tokens of each row count."""
+    """The valid tokens of each row."""
     labels: int
-    """How many labels count."""
+    """The number of labels that are not ignored."""
 
 
-def ways(batches: Sequence[SeenBatch], work: Work) -> list[Way]:
-    """How much each way of making batches computes, the most wasteful first. All compute the same rows."""
+def schemes(batches: Sequence[SeenBatch], work: Work) -> list[BatchingScheme]:
+    """Returns the FLOPs of each batching scheme, dense first. All schemes compute the same rows."""
     rows = [row for batch in batches for row in batch.rows]
     found = [
-        Way("dense, in the batches as they came", _padded(batches, work)),
-        Way("each batch padded to its longest row", _padded(map(_to_longest, batches), work)),
-        Way("rows grouped by length (group_by_length)", _padded(_grouped(batches), work)),
+        BatchingScheme("dense, in the batches as they came", _padded(batches, work)),
+        BatchingScheme("each batch padded to its longest row", _padded(map(_to_longest, batches), work)),
+        BatchingScheme("rows grouped by length (group_by_length)", _padded(_grouped(batches), work)),
     ]
     if rows and len(rows[0]) == 1:
         width = max(batch.widths[0] for batch in batches)
         packed = _bins([row[0] for row in rows], width)
-        found.append(Way(f"rows packed into {width} tokens (packing)", packed * _dense_row((width,), work)))
+        found.append(BatchingScheme(f"rows packed into {width} tokens (packing)", packed * _dense_row((width,), work)))
     labels = work.label * sum(batch.labels for batch in batches)
-    found.append(Way(NEEDED, sum(map(work.of, rows)) + labels))
+    found.append(BatchingScheme(NEEDED, sum(map(work.of, rows)) + labels))
     return found
 
 
 NEEDED = "tokens and labels that count, alone (density)"
-"""What is left when nothing that is padding or ignored is computed."""
+"""The name of the scheme that computes neither padding nor ignored labels."""
 
 
 def _padded(batches: Iterable[SeenBatch], work: Work) -> float:
@@ -86,7 +86,7 @@ def _batch_of(rows: Sequence[Lengths]) -> SeenBatch:
 
 
 def _grouped(batches: Sequence[SeenBatch]) -> Iterator[SeenBatch]:
-    """Batches of the same sizes, with rows of about the same length."""
+    """Yields batches of the same sizes, with rows of about the same length."""
     for start in range(0, len(batches), MEGABATCH):
         together = batches[start : start + MEGABATCH]
         rows = sorted((row for batch in together for row in batch.rows), reverse=True)
@@ -97,19 +97,19 @@ def _grouped(batches: Sequence[SeenBatch]) -> Iterator[SeenBatch]:
 
 
 def _bins(lengths: Sequence[int], width: int) -> int:
-    """How many rows of a width hold all these: each goes where the least room is left that suffices."""
+    """Returns the number of rows of a width that best-fit packing fills with these lengths."""
     room: list[int] = []
     for length in sorted(lengths, reverse=True):
-        place = bisect_left(room, length)
-        left = room.pop(place) if place < len(room) else width
+        best = bisect_left(room, length)
+        left = room.pop(best) if best < len(room) else width
         insort(room, left - length)
     return len(room)
 
 
 def waiting(batches: Sequence[SeenBatch], processes: int, seed: int = 0) -> tuple[float, float] | None:
-    """The share of time that processes wait for the one with the most tokens: as batches came, and balanced.
+    """Returns the share of time that processes wait for the one with the most tokens: unbalanced, and balanced.
 
-    None where there are too few rows to tell.
+    None if there are too few rows.
     """
     size = len(batches[0].rows) if batches else 0
     rows = [sum(row) for batch in batches for row in batch.rows]
@@ -117,18 +117,18 @@ def waiting(batches: Sequence[SeenBatch], processes: int, seed: int = 0) -> tupl
     if steps < 2:
         return None
     rows = rows[: steps * processes * size]
-    came = [rows[start : start + size] for start in range(0, len(rows), size)]
-    dice = random.Random(seed)
+    unbalanced = [rows[start : start + size] for start in range(0, len(rows), size)]
+    shuffler = random.Random(seed)
     rounds = [sorted(rows)[start : start + processes] for start in range(0, len(rows), processes)]
     for one in rounds:
-        dice.shuffle(one)
-    dice.shuffle(rounds)
-    dealt = [
+        shuffler.shuffle(one)
+    shuffler.shuffle(rounds)
+    balanced = [
         [one[process] for one in rounds[start : start + size]]
         for start in range(0, len(rounds), size)
         for process in range(processes)
     ]
-    return _share_of_waiting(came, processes), _share_of_waiting(dealt, processes)
+    return _share_of_waiting(unbalanced, processes), _share_of_waiting(balanced, processes)
 
 
 def _share_of_waiting(batches: Sequence[Sequence[int]], processes: int) -> float:

@@ -1,4 +1,4 @@
-"""Plots as inline SVG, each with its axes named, a key, and a text for those who do not see it."""
+"""Plots as inline SVG, each with named axes, a key, and a text for screen readers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,28 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ort_accel.observe.axes import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, frame, level, short, upright
+from ort_accel.observe.axes import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Axis,
+    frame,
+    horizontal_axis,
+    short,
+    vertical_axis,
+)
 from ort_accel.observe.page import COLOURS, Markup, joined, tag
 
 _DASHES = (None, "6 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2")
-"""Lines differ in more than colour."""
+"""Dash patterns, so that lines differ in more than colour."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A named line. `band` has the lowest and highest value at each of its points, where a point stands for several."""
+    """A named line. `band` has the lowest and highest value of each point that stands for several steps."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -42,19 +54,18 @@ def line_chart(
     highest: float | None = None,
     whole: bool = True,
 ) -> Markup:
-    """Lines over a common horizontal axis, which counts in whole numbers unless told otherwise. `highest` makes the
-    vertical axis reach so far, to compare plots."""
+    """Returns lines over a common horizontal axis, with whole ticks if `whole`. `highest` extends the vertical axis."""
     marks = list(marks)
     values = [value for line in lines for _, value in line.points]
     values += [end for line in lines for ends in line.band for end in ends]
     values += [mark.value for mark in marks if not mark.across] + ([] if highest is None else [highest])
-    across = level([x for line in lines for x, _ in line.points], whole)
-    up = upright(values, logarithmic)
+    across = horizontal_axis([x for line in lines for x, _ in line.points], whole)
+    up = vertical_axis(values, logarithmic)
     parts = [*frame(across, up, x_name, y_name)]
     for number, line in enumerate(lines):
-        parts += _drawn(line, number, across, up)
+        parts += _line_shapes(line, number, across, up)
     for mark in marks:
-        parts += _marked(mark, across, up)
+        parts += _mark_shapes(mark, across, up)
     return figure(caption, parts, [line.name for line in lines])
 
 
@@ -66,36 +77,36 @@ def stacked_chart(
     y_name: str,
     marks: Iterable[Mark] = (),
 ) -> Markup:
-    """Amounts one on top of the other: what they are together, and the share of each.
+    """Returns a chart of amounts stacked on each other.
 
     The layers of a group have one colour and one entry in the key.
     """
     marks = list(marks)
     totals = [sum(column) for column in zip(*layers.values(), strict=True)]
-    across = level(places)
-    up = upright([*totals, *(mark.value for mark in marks if not mark.across)], logarithmic=False)
+    across = horizontal_axis(places)
+    up = vertical_axis([*totals, *(mark.value for mark in marks if not mark.across)], logarithmic=False)
     groups = list(dict.fromkeys(map(group_of, layers)))
     parts = [*frame(across, up, x_name, y_name)]
     below = [0.0] * len(places)
     for name, amounts in layers.items():
         above = [under + amount for under, amount in zip(below, amounts, strict=True)]
         edge = [*zip(places, above, strict=True), *reversed(list(zip(places, below, strict=True)))]
-        outline = " ".join(f"{across.place(x)},{up.place(y)}" for x, y in edge)
+        outline = " ".join(f"{across.position(x)},{up.position(y)}" for x, y in edge)
         shape = {"points": outline, "fill": _colour(groups.index(group_of(name))), "class_": "layer"}
         parts.append(tag("polygon", tag("title", name), **shape))
         below = above
     for mark in marks:
-        parts += _marked(mark, across, up)
+        parts += _mark_shapes(mark, across, up)
     return figure(caption, parts, groups, filled=True)
 
 
 def group_of(layer: str) -> str:
-    """The group of a layer that is named `group: part`."""
+    """Returns the group of a layer that is named `group: part`."""
     return layer.partition(": ")[0]
 
 
 def bar_chart(caption: str, bars: Iterable[tuple[str, Mapping[str, float], str]], names: Sequence[str] = ()) -> Markup:
-    """A bar for each row, of one amount or of several side by side, with a text at its end."""
+    """Returns a chart with a bar for each row, of one amount or of several, with a text at its end."""
     rows = list(bars)
     longest = max((sum(parts.values()) for _, parts, _ in rows), default=0.0) or 1.0
     widest = max((len(label) for label, _, _ in rows), default=0)
@@ -116,7 +127,7 @@ def bar_chart(caption: str, bars: Iterable[tuple[str, Mapping[str, float], str]]
 def figure(
     caption: str, parts: Sequence[Markup], names: Sequence[str] = (), filled: bool = False, height: int = HEIGHT
 ) -> Markup:
-    """A plot with its caption and, for several series, its key."""
+    """Returns a plot with its caption and, for several series, its key."""
     plot = tag("svg", *parts, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=caption, class_="plot")
     keys = (_key(name, number, filled) for number, name in enumerate(names)) if len(names) > 1 else ()
     return tag("figure", tag("figcaption", caption), tag("div", keys) if keys else "", plot)
@@ -126,13 +137,13 @@ def _colour(number: int) -> str:
     return f"var(--c{number % COLOURS})"
 
 
-def _drawn(line: Line, number: int, across: Axis, up: Axis) -> list[Markup]:
-    points = [(across.place(x), up.place(value)) for x, value in line.points if math.isfinite(value)]
+def _line_shapes(line: Line, number: int, across: Axis, up: Axis) -> list[Markup]:
+    points = [(across.position(x), up.position(value)) for x, value in line.points if math.isfinite(value)]
     parts = []
     if line.band:
-        places = [across.place(x) for x, _ in line.points]
-        edges = [(x, up.place(high)) for x, (_, high) in zip(places, line.band, strict=True)]
-        edges += reversed([(x, up.place(low)) for x, (low, _) in zip(places, line.band, strict=True)])
+        places = [across.position(x) for x, _ in line.points]
+        edges = [(x, up.position(high)) for x, (_, high) in zip(places, line.band, strict=True)]
+        edges += reversed([(x, up.position(low)) for x, (low, _) in zip(places, line.band, strict=True)])
         parts.append(tag("polygon", points=_path(edges), fill=_colour(number), class_="band"))
     shape = {"stroke": _colour(number), "stroke_dasharray": _DASHES[number % len(_DASHES)], "class_": "series"}
     parts.append(tag("polyline", tag("title", line.name), points=_path(points), **shape))
@@ -145,15 +156,15 @@ def _path(points: Iterable[tuple[float, float]]) -> str:
     return " ".join(f"{x},{y}" for x, y in points)
 
 
-def _marked(mark: Mark, across: Axis, up: Axis) -> list[Markup]:
+def _mark_shapes(mark: Mark, across: Axis, up: Axis) -> list[Markup]:
     if mark.across:
-        x = across.place(mark.value)
+        x = across.position(mark.value)
         side = "end" if x > WIDTH / 2 else "start"
         name = tag(
             "text", mark.name, x=x - 5 if side == "end" else x + 5, y=TOP + 12, text_anchor=side, class_="mark-name"
         )
         return [tag("line", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM, class_="mark"), name]
-    y = up.place(mark.value)
+    y = up.position(mark.value)
     name = tag("text", mark.name, x=WIDTH - RIGHT, y=y - 5, text_anchor="end", class_="mark-name")
     return [tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="mark"), name]
 

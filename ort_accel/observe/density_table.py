@@ -1,16 +1,15 @@
-"""The density table, as people read it on a terminal."""
+"""The density table as text for a terminal."""
 
 from __future__ import annotations
 
 import sys
-from io import StringIO
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ort_accel.observe.axes import short
-from ort_accel.observe.feature_table import WIDTH
+from ort_accel.observe.feature_table import WIDTH_CHARACTERS
+from ort_accel.observe.text_tables import plain_text, text_table
 from ort_accel.reporting import InputDensity, Inspection
 
 HEADINGS = (
@@ -18,10 +17,10 @@ HEADINGS = (
     "VALID TOKENS/BATCH",
 )
 NUMBERS = (0, 3, 4, 5, 6)
-"""Which of its columns are numbers."""
-MEANING = ("FLOPs a batch, estimated", "of dense")
-"""What stands beside each way of making batches."""
-_LONGEST_LIST = 16
+"""The indices of its columns of numbers."""
+SCHEME_HEADINGS = ("FLOPs a batch, estimated", "of dense")
+"""The headings of the figures of each batching scheme."""
+_MAX_SHOWN_ROWS = 16
 
 
 def print_density(inspection: Inspection) -> None:
@@ -33,24 +32,21 @@ def print_density(inspection: Inspection) -> None:
         print(density_table(inspection), file=sys.stderr)
 
 
-def density_table(inspection: Inspection, width: int = WIDTH) -> str:
-    """The table as plain text."""
-    console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
-    console.print(_render(inspection))
-    assert isinstance(console.file, StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+def density_table(inspection: Inspection, width: int = WIDTH_CHARACTERS) -> str:
+    """Returns the table as plain text."""
+    return plain_text(_render(inspection), width)
 
 
 def cells(row: InputDensity) -> tuple[str, ...]:
-    """A row of the table."""
-    shown = ", ".join(map(str, row.rows[:_LONGEST_LIST])) + (", ..." if len(row.rows) > _LONGEST_LIST else "")
+    """Returns the cells of a row."""
+    shown = ", ".join(map(str, row.rows[:_MAX_SHOWN_ROWS])) + (", ..." if len(row.rows) > _MAX_SHOWN_ROWS else "")
     pad = "" if row.pad is None else str(row.pad)
     amounts = f"{row.density:.1%}", f"{row.valid:,}", f"{row.total:,}"
     return (str(row.step), row.kind, row.name, pad, *amounts, f"[{shown}]")
 
 
-def meanings(inspection: Inspection) -> list[tuple[str, str, str]]:
-    """What the rows mean: each way of making batches, its FLOPs a batch, and its share of the first one's."""
+def scheme_rows(inspection: Inspection) -> list[tuple[str, str, str]]:
+    """Returns the name of each batching scheme, its FLOPs a batch, and its share of the dense scheme's FLOPs."""
     dense = inspection.ways[0].flops if inspection.ways else 0.0
     return [
         (way.name, short(way.flops / inspection.batches), f"{way.flops / dense:.1%}" if dense else "-")
@@ -59,7 +55,7 @@ def meanings(inspection: Inspection) -> list[tuple[str, str, str]]:
 
 
 def balancing(inspection: Inspection) -> str:
-    """What load balancing would bring; empty where that cannot be told."""
+    """Returns a sentence on the gain of load balancing; empty if it is unknown."""
     if inspection.waiting is None:
         return ""
     before, after = inspection.waiting
@@ -70,18 +66,11 @@ def balancing(inspection: Inspection) -> str:
 
 
 def _render(inspection: Inspection) -> RenderableType:
-    rows = _table(HEADINGS, NUMBERS)
+    rows = text_table(HEADINGS, NUMBERS)
     for row in inspection.rows:
         rows.add_row(*map(Text, cells(row)))
-    batches = _table((f"the last {inspection.batches} batches", *MEANING), right=(1, 2))
-    for meaning in meanings(inspection):
-        batches.add_row(*map(Text, meaning))
+    batches = text_table((f"the last {inspection.batches} batches", *SCHEME_HEADINGS), right=(1, 2))
+    for scheme in scheme_rows(inspection):
+        batches.add_row(*map(Text, scheme))
     said = balancing(inspection)
     return Group(rows, Text(), *([batches] if inspection.ways else []), *([Text(said)] if said else []))
-
-
-def _table(headings: tuple[str, ...], right: tuple[int, ...]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
-    for place, heading in enumerate(headings):
-        table.add_column(heading, overflow="fold", justify="right" if place in right else "left")
-    return table

@@ -1,35 +1,31 @@
-"""The feature table: a report as people read it, on a terminal or in a file."""
+"""The feature table: a report as text, for a terminal or a file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from io import StringIO
 from shutil import get_terminal_size
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ort_accel.observe.headline import percent, shared
-from ort_accel.observe.memory import render_memory
+from ort_accel.observe.headline import percent, work_summary
+from ort_accel.observe.memory_table import render_memory
+from ort_accel.observe.text_tables import plain_text, text_table
 from ort_accel.reporting import Fallback, Feature, Race, Report, Runner, Segment, State
 
 WORDS = {State.APPLIED: "ON", State.REFUSED: "REFUSED", State.OFF: "OFF"}
 _STYLES = {State.APPLIED: "green", State.REFUSED: "yellow", State.OFF: "dim"}
 KINDS = ("forward", "backward", "inference")
-"""What a graph is for: how its name begins."""
-_LONGEST_LIST = 10
-WIDTH = 120
-"""How wide the table is where there is no terminal to ask."""
+"""The kinds of graphs; the name of a graph begins with its kind."""
+_MAX_ROWS = 10
+WIDTH_CHARACTERS = 120
+"""The width in characters of a table without a terminal."""
 
 
 def feature_table(report: Report, everything: bool = True, width: int | None = None) -> str:
-    """The table as plain text, as wide as the terminal where `width` does not say otherwise."""
-    width = width or get_terminal_size((WIDTH, 0)).columns
-    console = Console(file=StringIO(), width=width, color_system=None, legacy_windows=False)
-    console.print(render(report, everything))
-    assert isinstance(console.file, StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+    """Returns the table as plain text, as wide as `width` or else as the terminal."""
+    return plain_text(render(report, everything), width or get_terminal_size((WIDTH_CHARACTERS, 0)).columns)
 
 
 def print_feature_table(report: Report, everything: bool = True, stderr: bool = False) -> None:
@@ -42,15 +38,15 @@ def print_feature_table(report: Report, everything: bool = True, stderr: bool = 
 
 
 def render(report: Report, everything: bool = True) -> RenderableType:
-    """The table for a rich console. Without `everything`, what is off is only named and long lists end early."""
+    """Returns the table for a rich console. Without `everything`, it counts features that are off, and cuts lists."""
     version = report.versions.get("ort_accel", "")
-    title = Text(f"***** ort_accel {version}: {shared(report)} *****".replace("  ", " "), style="bold")
+    title = Text(f"***** ort_accel {version}: {work_summary(report)} *****".replace("  ", " "), style="bold")
     parts: list[RenderableType | None] = [
         title,
         _features(report.features.values(), everything),
         _shares(report.segments),
     ]
-    longest = None if everything else _LONGEST_LIST
+    longest = None if everything else _MAX_ROWS
     choices = [item for item in report.fallbacks if item.reason.is_choice]
     forced = [item for item in report.fallbacks if not item.reason.is_choice]
     parts.append(_fallbacks("PyTorch runs what ONNX Runtime cannot", forced, longest))
@@ -60,7 +56,7 @@ def render(report: Report, everything: bool = True) -> RenderableType:
 
 
 def _features(features: Collection[Feature], everything: bool) -> RenderableType:
-    table = _table("feature", "", "why, or what it does")
+    table = text_table(("feature", "", "why, or what it does"), unwrapped=True)
     shown = [feature for feature in features if everything or feature.state is not State.OFF]
     for feature in shown:
         state = Text(WORDS[feature.state], style=_STYLES[feature.state])
@@ -75,9 +71,11 @@ def _features(features: Collection[Feature], everything: bool) -> RenderableType
 def _shares(segments: Sequence[Segment]) -> RenderableType:
     if not segments:
         return Text("Nothing was compiled yet: the model was not called since it was accelerated.")
-    table = _table("run by ONNX Runtime", "nodes", "", "GFLOP, estimated", "", "graphs", "segments")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = text_table(
+        ("run by ONNX Runtime", "nodes", "", "GFLOP, estimated", "", "graphs", "segments"),
+        right=range(1, 7),
+        unwrapped=True,
+    )
     for kind in [*KINDS, ""]:
         part = [segment for segment in segments if segment.graph.startswith(kind)]
         if part:
@@ -100,8 +98,7 @@ def _add_share(table: Table, name: str, segments: Sequence[Segment]) -> None:
 def _fallbacks(title: str, items: Sequence[Fallback], longest: int | None) -> RenderableType | None:
     if not items:
         return None
-    table = _table("nodes", title)
-    table.columns[0].justify = "right"
+    table = text_table(("nodes", title), right=(0,), unwrapped=True)
     for item in items[:longest]:
         why = f"{item.reason}: {item.detail}" if item.detail else str(item.reason)
         where = f"; first at {item.where}" if item.where and not item.reason.is_choice else ""
@@ -113,11 +110,10 @@ def _fallbacks(title: str, items: Sequence[Fallback], longest: int | None) -> Re
 
 
 def _races(items: Sequence[Race], longest: int | None) -> RenderableType | None:
-    """What was timed, that first which takes longest in all."""
+    """Returns the table of timings, the largest total first."""
     if not items:
         return None
-    table = _table("nodes", "measured", "ms", "chosen")
-    table.columns[0].justify = "right"
+    table = text_table(("nodes", "measured", "ms", "chosen"), right=(0,), unwrapped=True)
     ordered = sorted(items, key=lambda item: item.count * max(item.seconds.values()), reverse=True)
     for item in ordered[:longest]:
         times = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in item.seconds.items())
@@ -142,13 +138,6 @@ def _facts(report: Report) -> RenderableType:
     for note in report.notes:
         facts.add_row("note", Text(note))
     return facts
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(heading, no_wrap=heading is not headings[-1], overflow="fold")
-    return table
 
 
 Report.as_table = staticmethod(feature_table)

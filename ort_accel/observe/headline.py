@@ -1,4 +1,4 @@
-"""The one line about a model: the share of its work that ONNX Runtime runs, or who runs it instead."""
+"""The one line about a model: the share of its work that ONNX Runtime runs, or its other runner."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections import Counter
 from ort_accel.reporting import Reason, Report
 
 DETAILS = "details: print(ort_accel.report(model))"
-_OUTSIDE = (Reason.GRAPH_BREAK, Reason.NOT_COMPILED)
-"""Why code is in no segment: PyTorch runs it in eager mode, and its work was not counted."""
+_UNCAPTURED = (Reason.GRAPH_BREAK, Reason.NOT_COMPILED)
+"""Reasons why code is in no segment. PyTorch runs it in eager mode, and its work is not counted."""
 
 
 def headline(report: Report) -> str:
-    """The line that is logged once a model has trained a step."""
+    """Returns the line that is logged once a model has trained a step."""
     took = f", set up in {_seconds(report.set_up_seconds)}" if report.timings else ""
-    return f"{shared(report)}{took}; {DETAILS}"
+    return f"{work_summary(report)}{took}; {DETAILS}"
 
 
-def shared(report: Report) -> str:
-    """Who runs how much of the work: of FLOPs, as estimated, at the sizes that the graphs were compiled with."""
+def work_summary(report: Report) -> str:
+    """Returns the share of the estimated FLOPs that ONNX Runtime runs, at the sizes that graphs were compiled with."""
     ours, whole = report.work
-    outside = sum(item.count for item in report.fallbacks if item.reason in _OUTSIDE)
+    outside = sum(item.count for item in report.fallbacks if item.reason in _UNCAPTURED)
     if not whole:
         return _without_graphs(report)
     if report.comparison is not None and not report.comparison.is_on_engine:
@@ -33,7 +33,7 @@ def shared(report: Report) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """A share that is rounded, but to 0 or 100 only where that is exact."""
+    """Returns a rounded percentage, which is 0 or 100 only if it is exact."""
     if not whole:
         return "-"
     rounded = round(100 * part / whole)
@@ -51,7 +51,7 @@ def _without_graphs(report: Report) -> str:
 
 
 def _main_reason(report: Report) -> str:
-    """The reason that holds for most nodes."""
+    """Returns the reason of most nodes."""
     counts: Counter[Reason] = Counter()
     for item in report.fallbacks:
         counts[item.reason] += item.count

@@ -1,23 +1,20 @@
-"""A report as one HTML page. Each section is a function of the report's plain data; an empty one is left out."""
+"""A report as one HTML page. Each section is a function of the report's plain data; empty ones are left out."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
-from typing import Any
 
 from ort_accel.observe.axes import short
 from ort_accel.observe.charts import Line, bar_chart, line_chart, stacked_chart
-from ort_accel.observe.density_table import HEADINGS, NUMBERS, balancing, cells, meanings
+from ort_accel.observe.density_table import HEADINGS, NUMBERS, balancing, cells, scheme_rows
 from ort_accel.observe.feature_table import KINDS, WORDS
 from ort_accel.observe.headline import percent
+from ort_accel.observe.memory_plots import Data
 from ort_accel.observe.memory_section import memory_section
 from ort_accel.observe.page import COLOURS, Content, Markup, figures, folded, joined, page, table, tag
-from ort_accel.reporting import InputDensity, Inspection, Reason, Runner, State, Way
-
-Data = Mapping[str, Any]
-"""What `Report.to_dict` gives."""
+from ort_accel.reporting import BatchingScheme, InputDensity, Inspection, Reason, Runner, State
 
 _RUNNERS = {Runner.ORT.value: "ONNX Runtime", Runner.PYTORCH.value: "PyTorch"}
 _STEP_TIME = "ort/step_time"
@@ -28,14 +25,14 @@ _SERIES = {
     "ort/label_density": ("Share of the labels that are not ignored", "share"),
     "ort/peak_memory": ("The most memory that the process has held so far", "MiB"),
 }
-"""What the figures over the steps are, and what they count."""
-_LONGEST_LIST = 40
-_FLAT = 20
-"""How many times its lowest value a figure's highest may be before the axis is logarithmic."""
+"""The caption and the unit of each figure over the steps."""
+_MAX_ROWS = 40
+_LOGARITHMIC_RATIO = 20
+"""The ratio of a figure's highest to its lowest value beyond which the axis is logarithmic."""
 
 
 def html_report(data: Data) -> str:
-    """The page. It holds everything it needs, and can be sent or kept as one file."""
+    """Returns the page as one file without references to others."""
     version = data["versions"].get("ort_accel", "")
     sections = [(title, content) for title, make in SECTIONS if (content := make(data))]
     return page(
@@ -139,8 +136,8 @@ def _fallback_table(items: Sequence[Data]) -> Markup:
         return [(f"{item['count']:,}", item["op"], item["reason"], item["detail"], item["where"]) for item in part]
 
     headings = ("nodes", "operator", "reason", "detail", "line of the model")
-    shown = table(headings, rows(items[:_LONGEST_LIST]), numbers=(0,))
-    rest = items[_LONGEST_LIST:]
+    shown = table(headings, rows(items[:_MAX_ROWS]), numbers=(0,))
+    rest = items[_MAX_ROWS:]
     return joined(shown, folded(f"{len(rest)} more kinds", table(headings, rows(rest), numbers=(0,))) if rest else "")
 
 
@@ -169,7 +166,7 @@ def _steps(data: Data) -> Markup | None:
 
 
 def _over_steps(name: str, points: Sequence[Data]) -> Markup:
-    """A figure over the steps. Where the first, which compile, would press the rest flat, the axis is logarithmic."""
+    """Returns a figure's chart. Its axis is logarithmic if the first steps, which compile, are far above the rest."""
     caption, unit = _SERIES.get(name, (name, ""))
     each = max(point["count"] for point in points)
     if each > 1:
@@ -181,7 +178,7 @@ def _over_steps(name: str, points: Sequence[Data]) -> Markup:
         [Line(name, [(point["step"], point["mean"]) for point in points], band)],
         "step",
         unit,
-        logarithmic=lowest > 0 and highest / lowest > _FLAT,
+        logarithmic=lowest > 0 and highest / lowest > _LOGARITHMIC_RATIO,
         highest=1.0 if unit == "share" else None,
     )
 
@@ -195,7 +192,7 @@ def _density(data: Data) -> Markup | None:
         caption = f"FLOPs a batch, estimated, of the last {found.batches} batches, and made into batches in other ways"
         bars = [
             (name, {"": way.flops}, f"{amount}, {share}")
-            for way, (name, amount, share) in zip(found.ways, meanings(found), strict=True)
+            for way, (name, amount, share) in zip(found.ways, scheme_rows(found), strict=True)
         ]
         parts = [bar_chart(caption, bars), tag("p", balancing(found))]
     tokens = [row for row in found.rows if row.kind == "EMBED"]
@@ -212,12 +209,12 @@ def _tokens_chart(rows: Sequence[InputDensity]) -> Markup:
 
 
 def _inspection(data: Data) -> Inspection:
-    rows, each_way = [InputDensity(**row) for row in data["rows"]], [Way(**way) for way in data["ways"]]
-    return Inspection(**{**data, "rows": rows, "ways": each_way})
+    rows, schemes = [InputDensity(**row) for row in data["rows"]], [BatchingScheme(**way) for way in data["ways"]]
+    return Inspection(**{**data, "rows": rows, "ways": schemes})
 
 
 def _tuning(data: Data) -> Markup | None:
-    """What was timed, that first which takes longest in all."""
+    """Returns the table of timings, the largest total first."""
     races = sorted(data.get("races", ()), key=lambda item: -item["count"] * max(item["seconds"].values()))
     rows = [
         (
@@ -248,7 +245,7 @@ def _load_balance(data: Data) -> Markup | None:
 
 
 def _loads(steps: Sequence[Sequence[float]], places: Sequence[int]) -> list[Line]:
-    """A line for each process, or their mean and extremes where there are more than a plot can tell apart."""
+    """Returns a line for each process, or their mean and extremes if there are more processes than colours."""
     if len(steps[0]) > COLOURS:
         means = [(place, sum(loads) / len(loads)) for place, loads in zip(places, steps, strict=True)]
         return [Line("mean", means, [(min(loads), max(loads)) for loads in steps])]
@@ -268,7 +265,7 @@ def _basis(data: Data) -> Markup:
     return joined(versions, folded("The configuration, every key of it", config) if data["config"] else "")
 
 
-def _leaves(tree: Mapping[str, Any], path: str = "") -> list[tuple[str, str]]:
+def _leaves(tree: Data, path: str = "") -> list[tuple[str, str]]:
     found = []
     for key, value in tree.items():
         if isinstance(value, Mapping):

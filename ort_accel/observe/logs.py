@@ -1,4 +1,4 @@
-"""`observe.log_level`: who says how much. Touches the logger `ort_accel` only."""
+"""`observe.log_level`: the level of each process. It affects the logger `ort_accel` only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ORT_SILENT = 4
 
 
 def rank() -> int:
-    """The number of this process among those that train together; 0 where it trains alone."""
+    """Returns the rank of this process; 0 if it trains alone."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
@@ -33,17 +33,17 @@ def rank() -> int:
 
 
 def speaks(log_level: str) -> bool:
-    """Whether this process says anything at all: below `info` is for every rank, the rest for the first."""
+    """True if this process logs at all: every rank does below `info`, otherwise only the first."""
     return log_level in _EVERY_RANK or rank() == 0
 
 
 def severity(log_level: str) -> int:
-    """The severity from which on ONNX Runtime logs: it is kept one step quieter than ort_accel itself."""
+    """Returns ONNX Runtime's log severity, which is one step quieter than ort_accel's own."""
     return _ORT_SEVERITIES[log_level] if speaks(log_level) else _ORT_SILENT
 
 
 def configure(log_level: str) -> None:
-    """Let the logger `ort_accel` say as much as this level; calling it again only changes the level."""
+    """Set the level of the logger `ort_accel`, and give it a handler once."""
     LOG.setLevel(_LEVELS[log_level] if speaks(log_level) else _SILENT)
     if not any(isinstance(handler, _ToStandardError) for handler in LOG.handlers):
         LOG.addHandler(_ToStandardError())
@@ -67,7 +67,7 @@ class _Format(logging.Formatter):
 
 
 class _ToStandardError(logging.StreamHandler[TextIO]):
-    """Writes to what is the standard error at that time, unless the program has set up logging of its own."""
+    """Writes to the current standard error, unless the program has set up logging of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class _ToStandardError(logging.StreamHandler[TextIO]):
 
     @stream.setter
     def stream(self, value: TextIO) -> None:
-        """Where it writes is not kept."""
+        """Ignore the stream, since the current standard error counts."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:

@@ -1,4 +1,4 @@
-"""What the plots of memory show, apart from how they are drawn: a step by what its memory is for, and the frontier."""
+"""The data of the plots of memory, for any renderer: a step by purpose, and the frontier of choices."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from ort_accel.observe.charts import Line, Mark
 
 Data = Mapping[str, Any]
-"""What `Report.to_dict` gives."""
+"""The plain data of `Report.to_dict`."""
 
 MIB = 2**20
-APART = 1.05
-"""Two measured figures are shown both where one is so many times the other."""
+APART_RATIO = 1.05
+"""The ratio of two measured figures beyond which both are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """What all of them have."""
+    """The parts that all plots have."""
 
     caption: str
     x_name: str
@@ -28,23 +28,23 @@ class Plot:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlot(Plot):
-    """Memory over the step of a graph, by what it is for."""
+    """Memory over the step of a graph, by purpose."""
 
     layers: Mapping[str, list[float]]
     """MiB in each segment."""
     beginnings: list[Mark]
-    """Where the backward and the optimizer's step begin."""
+    """The beginnings of the backward and of the optimizer's step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierPlot(Plot):
-    """What each choice of what is computed again or moved costs in a step, and the peak that it leads to."""
+    """The cost and the peak of each choice of values to recompute or to offload."""
 
     lines: list[Line]
 
 
-def foreseen(data: Data) -> list[Data]:
-    """The graphs whose step was predicted; of those that take the same the last one."""
+def predicted_graphs(data: Data) -> list[Data]:
+    """Returns the graphs whose step was predicted; of equal ones the last."""
     graphs = [graph for graph in data.get("memory", ()) if graph["stages"]]
     return [graph for index, graph in enumerate(graphs) if all(_differ(graph, other) for other in graphs[index + 1 :])]
 
@@ -54,7 +54,7 @@ def _differ(graph: Data, other: Data) -> bool:
 
 
 def step_plots(data: Data) -> list[StepPlot]:
-    """One for each graph whose step was predicted."""
+    """Returns a plot for each graph whose step was predicted."""
     return [
         StepPlot(
             caption=f"{graph['graph']}: memory over a step, by what it is for",
@@ -63,15 +63,15 @@ def step_plots(data: Data) -> list[StepPlot]:
             layers=_layers(graph),
             beginnings=_beginnings(graph),
         )
-        for graph in foreseen(data)
+        for graph in predicted_graphs(data)
     ]
 
 
 def frontier_plot(data: Data) -> FrontierPlot | None:
-    """The peak of a step for each choice, where there are several."""
+    """Returns the plot of peaks by choice; None if no graph has several choices."""
     lines = [
         Line(graph["graph"], [(peak["cost_ms"], peak["bytes"] / MIB) for peak in graph["frontier"]])
-        for graph in foreseen(data)
+        for graph in predicted_graphs(data)
         if len(graph["frontier"]) > 1
     ]
     if not lines:
@@ -95,7 +95,7 @@ def _beginnings(graph: Data) -> list[Mark]:
 
 
 def _measured(data: Data) -> list[Mark]:
-    """The measured peak: what was in use, and the resident set where that is more."""
+    """Returns marks of the measured peak: the memory in use, and the resident set if it is larger."""
     found = data.get("measured_peak")
     if not found:
         return []
@@ -103,4 +103,4 @@ def _measured(data: Data) -> list[Mark]:
     if found["in_use"] is None:
         return [resident]
     used = Mark("measured, in use", (found["held"] + found["in_use"]) / MIB)
-    return [used, resident] if resident.value > APART * used.value else [used]
+    return [used, resident] if resident.value > APART_RATIO * used.value else [used]

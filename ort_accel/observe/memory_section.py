@@ -1,4 +1,4 @@
-"""The part of the report's page on memory: the stash, the step, the frontier, and all plans."""
+"""The section of the report's page on memory: values saved for the backward, the step, the frontier, the plans."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 
 from ort_accel.observe.charts import bar_chart, line_chart, stacked_chart
 from ort_accel.observe.feature_table import WORDS
-from ort_accel.observe.memory_plots import MIB, Data, foreseen, frontier_plot, step_plots
+from ort_accel.observe.memory_plots import MIB, Data, frontier_plot, predicted_graphs, step_plots
 from ort_accel.observe.page import Content, Markup, folded, joined, table, tag
 from ort_accel.reporting import State
 
 
 def memory_section(data: Data) -> Markup | None:
-    """The section; None where no graph has a backward."""
+    """Returns the section; None where no graph has a backward."""
     graphs = data.get("memory", ())
     if not graphs:
         return None
@@ -39,9 +39,9 @@ def _frontier(data: Data) -> Content:
 
 
 def _peaks(data: Data) -> Content:
-    """The peak of a step as predicted, without recomputation and as it is, and as measured."""
+    """Returns the chart of a step's peaks: predicted without and with recomputation, and measured."""
     bars = []
-    for item in foreseen(data):
+    for item in predicted_graphs(data):
         for peak in item["frontier"][:1] + item["frontier"][1:][-1:]:
             label = f"{item['graph']}, {peak['cost_ms']:.1f} ms a step"
             bars.append(_bar(label, peak["resident"], peak["bytes"] - peak["resident"]))
@@ -59,7 +59,7 @@ def _bar(label: str, before: int, own: int) -> tuple[str, Mapping[str, float], s
 
 
 def _recomputed(item: Data) -> Markup:
-    """What one pair of graphs computes again, and what it could."""
+    """Returns the recomputation of one pair of graphs, and all its plans."""
     plans = item["plans"]
     sizes = ", ".join(f"{name} = {size}" for name, size in item["symbols"].items())
     said = f"{item['repeated']} operators are computed again, which takes about {item['cost_ms']:.1f} ms a step."

@@ -1,4 +1,4 @@
-"""HTML pages that need nothing but themselves: no network, no script, readable in light and in dark.
+"""HTML pages without network and scripts, for light and dark displays.
 
 Text is escaped unless it is `Markup` already, so that no name of a module or an operator can break a page.
 """
@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 COLOURS = 6
-"""How many colours a page tells apart: the variables `--c0` and so on of its style."""
+"""The number of colours, which the page's style defines as `--c0` and so on."""
 
 _STYLE = Path(__file__).with_name("page.css")
 
@@ -26,7 +26,7 @@ Content = str | Iterable[str]
 
 
 def tag(name: str, *contents: Content, **attributes: object) -> Markup:
-    """An element. Attributes lose a trailing underscore and write others as hyphens; None leaves one out."""
+    """Returns an element. Attributes lose a trailing underscore and write others as hyphens; None leaves one out."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(str(value))}"'
         for key, value in attributes.items()
@@ -36,13 +36,13 @@ def tag(name: str, *contents: Content, **attributes: object) -> Markup:
 
 
 def joined(*contents: Content) -> Markup:
-    """Contents one after the other."""
+    """Concatenate contents."""
     parts = (part for content in contents for part in ([content] if isinstance(content, str) else content))
     return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[Content]], numbers: Iterable[int] = ()) -> Markup:
-    """A table; the columns in `numbers` are aligned to the right."""
+    """Returns a table; the columns in `numbers` are aligned to the right."""
     right = set(numbers)
 
     def cells(kind: str, row: Sequence[Content]) -> list[Markup]:
@@ -54,18 +54,18 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Content]], numbers: I
 
 
 def folded(summary: str, *contents: Content) -> Markup:
-    """What is shown when a reader asks for it."""
+    """Returns contents that are shown on a click."""
     return tag("details", tag("summary", summary), *contents)
 
 
 def figures(values: Iterable[tuple[str, str]]) -> Markup:
-    """The few numbers that a reader looks for first, each with what it is."""
+    """Returns the key figures at the top of a page, each with its name."""
     boxes = (tag("div", tag("b", value), tag("span", what)) for what, value in values)
     return tag("div", boxes, class_="figures")
 
 
 def page(title: str, subtitle: str, *contents: Content) -> str:
-    """The whole page."""
+    """Returns the whole page."""
     head = tag(
         "head",
         Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),

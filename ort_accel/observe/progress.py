@@ -1,4 +1,4 @@
-"""Shows what is going on while a model is set up, and one line about the model once its first step is over."""
+"""Shows the phases of a model's set-up, and one line about the model after its first step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ort_accel.observe.headline import headline
 from ort_accel.observe.logs import LOG, say, speaks
 from ort_accel.reporting import Reason, Report
 
-PATIENCE = 2.0
-"""Seconds of set-up after which a terminal shows that something is going on."""
+STATUS_DELAY_SECONDS = 2.0
+"""The seconds of set-up after which a terminal shows its phase."""
 
 _WITH_TABLE = ("verbose", "devinfo", "info")
 _WITH_LINE = ("warning",)
 
 
 class Progress:
-    """Watches a report being written, as loudly as a log level allows."""
+    """Listens to a report's phases, and shows them at the log level."""
 
     def __init__(self, report: Report, log_level: str) -> None:
         self._report, self._level = report, log_level
@@ -38,18 +38,18 @@ class Progress:
         report.watchers.append(self)
 
     def begin(self, phase: str, graph: str) -> None:
-        """Say in the log, or soon on the terminal, what is being done."""
+        """Log the phase, and show it on the terminal after a delay."""
         self._depth += 1
         self._text = f"{graph}: {phase}" if graph else phase
         LOG.info(self._text)
         if self._depth == 1 and self._wants_status():
             self._begun = time.monotonic()
-            self._timer = threading.Timer(PATIENCE, self._show_status)
+            self._timer = threading.Timer(STATUS_DELAY_SECONDS, self._show_status)
             self._timer.daemon = True
             self._timer.start()
 
     def end(self) -> None:
-        """Take the line off the terminal when everything is done."""
+        """Remove the line from the terminal after the outermost phase."""
         with self._lock:
             self._depth -= 1
             if self._depth or self._timer is None:
@@ -59,7 +59,7 @@ class Progress:
             self._timer = None
 
     def call(self) -> None:
-        """A model is called: if it was trained in a step before, the report is complete enough to be shown once."""
+        """Show the report once, at the first call of the model after a training step."""
         if self._is_due and self._has_trained():
             self._is_due = False
             if self._level in _WITH_TABLE:
@@ -84,15 +84,15 @@ class Progress:
                 self._shown.enter_context(_written_above(terminal))
 
     def __rich__(self) -> Text:
-        """The line as it is now; asked for several times a second."""
+        """Returns the current line; Rich calls it several times a second."""
         return Text(f"ort_accel sets up the model: {self._text}, {time.monotonic() - self._begun:.0f} s")
 
 
 @contextmanager
 def _written_above(terminal: TextIO) -> Iterator[None]:
-    """Let log handlers that write to a terminal write above the line that Rich keeps at its end.
+    """Let log handlers write above the line that Rich keeps at the end of the terminal.
 
-    Rich replaces the standard error for the time of its line. A handler that was made before holds the terminal itself.
+    Rich replaces the standard error while its line is shown. An older handler holds the terminal itself.
     """
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     handlers = {

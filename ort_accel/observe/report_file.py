@@ -1,4 +1,4 @@
-"""Writing a report to a file: when training ends, or when somebody asks for it."""
+"""Writes a report to a file, when training ends or on request."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ort_accel.errors import OrtAccelError
 from ort_accel.files import why_not_writable, write_aside
 from ort_accel.observe.html_report import html_report
 from ort_accel.observe.logs import LOG, rank
+from ort_accel.observe.memory_plots import Data
 from ort_accel.observe.memory_png import memory_png
 from ort_accel.reporting import Report
 
 KEY = "observe.report_file"
-_WRITERS: dict[str, Callable[[dict[str, Any]], bytes]] = {
+_WRITERS: dict[str, Callable[[Data], bytes]] = {
     ".json": lambda data: (json.dumps(data, indent=1) + "\n").encode(),
     ".html": lambda data: html_report(data).encode(),
     ".png": memory_png,
@@ -45,7 +45,7 @@ def save_report(report: Report, path: str | os.PathLike[str]) -> None:
 class ReportFile:
     """The file that `observe.report_file` names. Only the first of several processes writes it.
 
-    What stands in its way is said once, at the start of training, where that can be known; training goes on.
+    A file that cannot be written is reported once, at the start of training if possible; training goes on.
     """
 
     def __init__(self, report: Report, path: Path) -> None:
@@ -55,7 +55,7 @@ class ReportFile:
             self._probe()
 
     def write(self) -> None:
-        """Write the report as it is now."""
+        """Write the current report."""
         if not self._is_ours:
             return
         self._is_due = False
@@ -65,7 +65,7 @@ class ReportFile:
             self._say(str(error))
 
     def write_if_due(self) -> None:
-        """Write a report that has something to tell and was not written yet."""
+        """Write a report that is not empty and was not written yet."""
         if self._is_due and (self._report.segments or self._report.series or self._report.counters):
             self.write()
 

@@ -30,7 +30,7 @@ def endings(tmp_path_factory):
 
 
 @pytest.mark.parametrize("how", TOGETHER)
-def test_a_process_of_a_group_ends_as_its_script_does_and_never_by_a_thread_of_the_group(endings, how):
+def test_a_process_of_a_group_ends_as_its_script_does(endings, how):
     folder, codes = endings
     code, words = TOGETHER[how]
     said = (folder / how / "err").read_text()

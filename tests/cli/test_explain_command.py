@@ -111,7 +111,7 @@ def test_a_configuration_that_cannot_be_obeyed_is_exit_code_2(tmp_path):
     assert "memory.offload" in result.stderr
 
 
-def test_a_fallback_that_is_not_allowed_is_exit_code_2_and_lists_what_would_fall_back(tmp_path):
+def test_a_forbidden_fallback_is_exit_code_2_and_lists_the_operators(tmp_path):
     config = hf.FNetConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1, intermediate_size=32)
     config.architectures = ["FNetForMaskedLM"]  # its Fourier transforms have complex numbers
     config.save_pretrained(tmp_path)

@@ -254,7 +254,7 @@ class TestTheRunner:
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
         monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
         with pytest.raises(ort_accel.OrtAccelError, match="with FSDP on GPUs only"):
-            run._settle_on_the_cpu()
+            run._set_up_cpu_processes()
 
 
 @pytest.mark.parametrize("machine", list(Machine))

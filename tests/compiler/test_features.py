@@ -5,26 +5,16 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import pytest
-from pydantic import BaseModel
 from torch import nn
 
 import ort_accel
 from ort_accel import ConfigError
 from ort_accel.config import Config
+from ort_accel.config.declaration import NO_ROW, declared, section_of
 from ort_accel.reporting import State
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PACKAGE = Path(ort_accel.__file__).parent
-
-
-def keys(section, path=""):
-    """The keys that have a choice of values."""
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            yield from keys(value, f"{path}{name}.")
-        elif not (get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1):
-            yield f"{path}{name}"
 
 
 def nested(*pairs):
@@ -42,19 +32,29 @@ def features(**sections):
     return ort_accel.report(ort_accel.accelerate(nn.Linear(2, 2), sections)).features
 
 
-def names_outside_of_the_configuration():
-    """The attributes, arguments and texts in the code of all rooms but `config`."""
-    found = set()
-    for path in PACKAGE.rglob("*.py"):
-        if PACKAGE / "config" not in path.parents:
-            for node in ast.walk(ast.parse(path.read_text())):
-                found.add(getattr(node, "attr", None) or getattr(node, "arg", None) or getattr(node, "value", None))
-    return {name for name in found if isinstance(name, str)}
+def names_in_code_outside_of_config():
+    files = [file for file in PACKAGE.rglob("*.py") if file.relative_to(PACKAGE).parts[0] != "config"]
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
-def test_every_key_is_read_outside_of_the_configuration():
-    names = names_outside_of_the_configuration()
-    assert [key for key in keys(Config()) if key.rsplit(".", 1)[-1] not in names] == []
+def has_a_choice(field):
+    return get_origin(field.annotation) is not Literal or len(get_args(field.annotation)) > 1
+
+
+def test_code_outside_of_the_configuration_reads_every_key():
+    keys = [key for key, field in declared(Config) if section_of(field) is None and has_a_choice(field)]
+    read = set(names_in_code_outside_of_config())
+    assert [key for key in keys if key.rpartition(".")[2] not in read] == []
+
+
+def test_every_key_has_a_row_or_declares_that_it_needs_none():
+    rows = features()
+    needed = {key for key, field in declared(Config) if section_of(field) is None and NO_ROW not in field.metadata}
+    assert sorted(needed - rows.keys()) == []
 
 
 def test_a_value_that_cannot_be_obeyed_is_an_error():

@@ -84,7 +84,7 @@ def test_other_variables_are_passed_over():
     assert migrate([Variable("PATH", "/bin"), Variable("ORT_DEBUG", "1")]) == []
 
 
-def test_turning_the_compute_optimizer_off_turns_both_sparsities_off_as_upstream_did():
+def test_the_compute_optimizer_turned_off_turns_both_sparsities_off():
     config = config_of(ENABLE_COMPUTE_OPTIMIZER="0", ENABLE_LABEL_SPARSE_OPTIMIZER="1")
     assert (config.compute.upstream, config.density.labels, config.density.padding) == (False, False, False)
 
@@ -133,7 +133,7 @@ def test_gradient_management_stays_off_without_custom_autograd_as_upstream_did()
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])
-def test_what_asks_for_triton_kernels_is_left_out_with_the_reason_since_there_are_none(switch):
+def test_variables_of_triton_kernels_are_left_out_with_the_reason(switch):
     asked = {"USE_TRITON": switch, "TRITON_DEBUG": "1", "TRITON_CONFIG_FILE": "ops.json"}
     triton = config_of(**asked).compute.triton
     assert (triton.debug, triton.ops_file) == (False, None)

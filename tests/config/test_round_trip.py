@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ort_accel.config import Config
+from ort_accel.config.declaration import broken
 from ort_accel.config.fields import keys_of, resolve, shape_at
 from ort_accel.config.load import load_config_text
 from ort_accel.config.plan_text import Plan
-from ort_accel.config.rules import broken
 from ort_accel.config.scalars import read_scalar, write_scalar
-from ort_accel.config.tree import BIGGEST_NUMBER, plain
+from ort_accel.config.tree import MAX_INTEGER, plain
 from ort_accel.config.yaml_file import parse
 from ort_accel.config.yaml_writer import to_yaml
 
 text = st.text(st.characters(codec="utf-8"), max_size=20)
 paths = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20)
-numbers = st.integers(-BIGGEST_NUMBER, BIGGEST_NUMBER)
+numbers = st.integers(-MAX_INTEGER, MAX_INTEGER)
 fractions = st.floats(allow_nan=False, allow_infinity=False)
 plans = st.builds(Plan, st.from_regex(r"([A-Z][a-z]+\+){1,3}", fullmatch=True), st.integers(0, 2), st.just(-1))
 
@@ -53,7 +53,7 @@ def simple(shape: dict[str, Any]) -> st.SearchStrategy[Any]:
         case "boolean":
             return st.booleans()
         case "integer":
-            return st.integers(low, BIGGEST_NUMBER if high is None else high)
+            return st.integers(low, MAX_INTEGER if high is None else high)
         case "number":
             inside = {"exclude_min": "minimum" not in shape, "exclude_max": "exclusiveMaximum" in shape}
             return st.floats(low, high, allow_infinity=False, **inside)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ort_accel.observe.batching import NEEDED, SeenBatch, Work, _bins, waiting, ways
+from ort_accel.observe.batching import NEEDED, SeenBatch, Work, _bins, schemes, waiting
 
 TOKENS = Work((1.0,), (0.0,))
 
@@ -16,7 +16,7 @@ def batch(width, *lengths, labels=0):
 
 
 def computed(batches, work=TOKENS):
-    return {way.name: way.flops for way in ways(batches, work)}
+    return {scheme.name: scheme.flops for scheme in schemes(batches, work)}
 
 
 def test_each_way_computes_what_its_rows_hold():
@@ -39,7 +39,7 @@ def test_attention_counts_pairs_and_the_head_counts_labels():
 
 
 def test_an_encoder_and_a_decoder_have_lengths_of_their_own_and_are_not_packed():
-    work = Work((1.0, 10.0), (0.0, 0.0), crossing=1000.0)
+    work = Work((1.0, 10.0), (0.0, 0.0), cross=1000.0)
     found = computed([SeenBatch((4, 3), ((2, 3), (4, 1)), 0)], work)
     assert not any("packing" in name for name in found)
     assert found["dense, in the batches as they came"] == 2 * (4 + 30 + 12_000)
@@ -60,7 +60,7 @@ some_batches = st.lists(a_batch, min_size=1, max_size=20)
 @given(some_batches)
 def test_better_batches_never_compute_more_and_none_less_than_what_counts(batches):
     work = Work((3.0,), (0.1,))
-    dense, longest, grouped, packed, needed = (way.flops for way in ways(batches, work))
+    dense, longest, grouped, packed, needed = (scheme.flops for scheme in schemes(batches, work))
     assert dense >= longest >= grouped - 1e-6
     assert grouped >= needed - 1e-6
     assert packed >= sum(length for one in batches for (length,) in one.rows) * 3.0

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ort_accel.observe.axes import HEIGHT, LEFT, WIDTH, level, short, upright
+from ort_accel.observe.axes import HEIGHT, LEFT, WIDTH, horizontal_axis, short, vertical_axis
 from ort_accel.observe.charts import Line, Mark, line_chart
 from ort_accel.observe.page import page
 from tests.observe.pages import read
@@ -25,16 +25,16 @@ def plot(*lines, **more):
     ],
 )
 def test_an_upright_axis_begins_at_zero_and_has_round_numbers(values, ticks):
-    assert upright(values, logarithmic=False).ticks() == pytest.approx(ticks)
+    assert vertical_axis(values, logarithmic=False).ticks() == pytest.approx(ticks)
 
 
 def test_a_logarithmic_axis_has_powers_of_ten():
-    assert upright([0.0, 0.02, 30.0], logarithmic=True).ticks() == pytest.approx([0.01, 0.1, 1, 10, 100])
+    assert vertical_axis([0.0, 0.02, 30.0], logarithmic=True).ticks() == pytest.approx([0.01, 0.1, 1, 10, 100])
 
 
 @pytest.mark.parametrize("last", [1, 2, 3, 7, 10, 99, 12_345])
 def test_steps_are_numbered_by_whole_numbers(last):
-    ticks = level(range(last + 1)).ticks()
+    ticks = horizontal_axis(range(last + 1)).ticks()
     assert all(tick == int(tick) for tick in ticks)
     assert 2 <= len(ticks) <= 11
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ort_accel
-from ort_accel.observe.density import DensityInspector, counted, work_of
+from ort_accel.observe.density import DensityInspector, count_inputs, work_of
 from ort_accel.observe.density_table import density_table
 from ort_accel.observe.html_report import html_report
 from ort_accel.reporting import Report, State
@@ -21,7 +21,7 @@ def padded(*lengths, width=8, **more):
 
 
 def rows_of(batch, pad=0):
-    return [(one.kind, one.name, one.pad, one.rows.tolist(), one.total) for one in counted(batch, pad)]
+    return [(one.kind, one.name, one.pad, one.rows.tolist(), one.total) for one in count_inputs(batch, pad)]
 
 
 def test_tokens_count_by_their_mask_and_labels_by_what_is_ignored():
@@ -50,7 +50,7 @@ def test_a_decoder_s_tokens_are_an_input_of_their_own():
     ids=["nothing", "pictures", "classes", "figures"],
 )
 def test_what_has_no_tokens_has_no_density(batch):
-    assert counted(batch, 0) == []
+    assert count_inputs(batch, 0) == []
 
 
 def inspected(model, *batches, every=2):

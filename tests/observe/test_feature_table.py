@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from ort_accel.observe.feature_table import feature_table, render
-from ort_accel.observe.headline import headline, percent, shared
+from ort_accel.observe.headline import headline, percent, work_summary
 from ort_accel.reporting import Race, Reason, Report, Runner, Segment
 
 
@@ -74,7 +74,7 @@ def test_times_counters_versions_and_notes_are_there():
     assert row(table, "note") == "note the folder is full"
 
 
-def test_the_short_table_ends_long_lists_with_a_count_and_names_no_feature_that_is_off():
+def test_the_short_table_cuts_long_lists_and_counts_features_that_are_off():
     made = report()
     for number in range(30):
         made.fallback(f"aten.op_{number:02}", Reason.UNSUPPORTED_OP, count=100 - number)
@@ -128,9 +128,9 @@ def test_the_title_says_who_runs_how_much_and_never_more():
     made = report()
     for segment in made.segments:
         segment.runner = Runner.PYTORCH
-    assert shared(made) == "PyTorch runs all of the work (mostly random), ONNX Runtime 0 %"
+    assert work_summary(made) == "PyTorch runs all of the work (mostly random), ONNX Runtime 0 %"
     made.fallback("a graph break", Reason.GRAPH_BREAK, "print")
-    assert shared(made).endswith("ONNX Runtime 0 %, and 1 place of the model in eager PyTorch")
+    assert work_summary(made).endswith("ONNX Runtime 0 %, and 1 place of the model in eager PyTorch")
 
 
 def test_code_outside_of_graphs_is_not_counted_and_said():
@@ -146,13 +146,13 @@ def test_code_outside_of_graphs_is_not_counted_and_said():
 def test_without_matrix_products_the_operators_count():
     made = Report()
     made.segments += [Segment("forward 0", Runner.ORT, {"aten.exp": 3}), Segment("forward 0", Runner.PYTORCH, {"a": 1})]
-    assert shared(made) == "75 % of the work on ONNX Runtime"
+    assert work_summary(made) == "75 % of the work on ONNX Runtime"
 
 
 def test_a_model_that_was_declined_says_why():
     made = Report()
     made.refused("engine", "it is on a TPU")
-    assert shared(made) == "PyTorch runs this model: it is on a TPU"
+    assert work_summary(made) == "PyTorch runs this model: it is on a TPU"
 
 
 def test_printing_a_report_shows_its_table_and_its_repr_is_short():

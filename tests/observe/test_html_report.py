@@ -5,18 +5,18 @@ import re
 import pytest
 
 from ort_accel.config import Config
+from ort_accel.memory_records import MeasuredPeak
 from ort_accel.observe.html_report import SECTIONS, html_report
 from ort_accel.reporting import (
+    BatchingScheme,
     InputDensity,
     Inspection,
     LoadBalance,
-    MeasuredPeak,
     Reason,
     Report,
     Runner,
     Segment,
     Series,
-    Way,
 )
 from tests.observe.pages import read, table_with
 
@@ -43,7 +43,9 @@ def full_report():
         made.measured("ort/step_time", step, seconds)
         made.measured("ort/density", step, 0.5)
     rows = [InputDensity(step, "EMBED", "input_ids", 0, 2 * step, 16, (2, 2 * step - 2)) for step in (3, 4)]
-    made.inspection = Inspection(rows, 1, [Way("dense", 16e9), Way("what counts", 6e9)], 2, (0.25, 0.05))
+    made.inspection = Inspection(
+        rows, 1, [BatchingScheme("dense", 16e9), BatchingScheme("what counts", 6e9)], 2, (0.25, 0.05)
+    )
     made.load_balance = LoadBalance([[9.0, 1.0], [8.0, 2.0]], [[5.0, 5.0], [5.0, 5.0]], 1, 0.41, 0.0)
     return made
 
@@ -281,7 +283,7 @@ def test_a_long_training_is_drawn_with_few_points_that_keep_its_extremes():
     assert len(html) < 60_000
     [plot] = read(html).plots.values()
     band, line = plot.points
-    assert len(line) <= Series.MOST
+    assert len(line) <= Series.MAX_POINTS
     assert min(y for _, y in band) < min(y for _, y in line)
     assert "the mean of 32 steps" in plot.label
 

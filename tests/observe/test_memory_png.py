@@ -5,8 +5,9 @@ import sys
 import pytest
 
 from ort_accel.errors import OrtAccelError
+from ort_accel.memory_records import GraphMemory, MeasuredPeak, MemoryStage, Peak
 from ort_accel.observe.report_file import save_report
-from ort_accel.reporting import GraphMemory, MeasuredPeak, MemoryStage, Peak, Report
+from ort_accel.reporting import Report
 
 
 def predicted():

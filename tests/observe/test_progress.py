@@ -33,7 +33,7 @@ def terminal(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(progress, "PATIENCE", 0.05)
+    monkeypatch.setattr(progress, "STATUS_DELAY_SECONDS", 0.05)
     return screen
 
 
@@ -211,7 +211,7 @@ def test_log_lines_stand_above_the_line_whoever_writes_them(monkeypatch):
 
 def test_a_terminal_shows_nothing_when_it_is_quick(monkeypatch):
     screen, report = terminal(monkeypatch), Report()
-    monkeypatch.setattr(progress, "PATIENCE", 1.0)
+    monkeypatch.setattr(progress, "STATUS_DELAY_SECONDS", 1.0)
     Progress(report, "warning")
     with report.timed("capture"):
         pass

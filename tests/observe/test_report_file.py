@@ -56,7 +56,7 @@ def test_saving_where_nobody_can_write_is_an_error_that_names_the_file(tmp_path)
         save_report(Report(), file)
 
 
-def test_a_file_that_cannot_be_written_is_said_once_before_training_and_the_training_goes_on(tmp_path, caplog):
+def test_an_unwritable_file_is_reported_once_before_training_which_goes_on(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "ort_accel")
     model = trained(observe={"report_file": str(blocked(tmp_path))})
     said = [message for message in caplog.messages if KEY in message]

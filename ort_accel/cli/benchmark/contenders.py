@@ -1,4 +1,4 @@
-"""The ways to run a step, and whether each gives eager's loss and gradients."""
+"""Contenders that run a step, and the check that each gives eager's loss and gradients."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ort_accel.config import Config, load_config
 
 EAGER, INDUCTOR, ORT_ACCEL = "eager", "inductor", "ort_accel"
 EVERYTHING = "ort_accel, computing everything"
-"""The engine without its rewrites: padding and ignored labels are computed."""
+"""The name of the engine without row skipping: it computes padding and ignored labels."""
 CONTENDERS = (EAGER, INDUCTOR, ORT_ACCEL)
 
 FP32_TOLERANCE = 1e-4
-"""How far a gradient may be from eager's, as a share of its length."""
+"""The largest distance of a gradient from eager's, as a share of its norm."""
 BF16_TOLERANCE = 3
-"""How many times farther from the fp32 gradients than eager's own bf16 gradients others may be."""
-_SMALL = 1e-3
-"""Gradients shorter than this share of the longest are compared as if they were so long: they may be all rounding."""
+"""The largest distance from the fp32 gradients, in multiples of the distance of eager's bf16 gradients."""
+_MIN_NORM_SHARE = 1e-3
+"""The smallest norm that distances are divided by, as a share of the largest: smaller gradients may be all rounding."""
 
 
 def prepare(name: str, model: nn.Module, config: Config) -> None:
@@ -48,7 +48,7 @@ def _computing_everything(config: Config) -> Config:
 
 
 def step(model: nn.Module, batch: Batch, precision: str, seed: int = 0) -> float:
-    """Forward and backward, from a seed; the gradients are left in the parameters. Returns the loss."""
+    """Run forward and backward from a seed, leave the gradients in the parameters, and return the loss."""
     torch.manual_seed(seed)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         loss = model(**batch).loss
@@ -62,21 +62,21 @@ def forget_gradients(model: nn.Module) -> None:
 
 
 def next_step(model: nn.Module, batches: Iterator[Batch], precision: str) -> None:
-    """A step on the next batch, without the gradients of the last one."""
+    """Run a step on the next batch, without the gradients of the last one."""
     forget_gradients(model)
     step(model, next(batches), precision)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one step gave."""
+    """The loss and the gradients of one step."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
 
 
 def trace(model: nn.Module, batch: Batch, precision: str) -> Trace:
-    """One step, and what it gave."""
+    """Run one step, and return its loss and gradients."""
     forget_gradients(model)
     loss = step(model, batch, precision)
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -86,20 +86,22 @@ def trace(model: nn.Module, batch: Batch, precision: str) -> Trace:
 
 
 def distances(one: Trace, other: Trace) -> dict[str, float]:
-    """How far each value is from the other step's, as a share of its length."""
+    """Returns the distance of each value from the other step's, as a share of its norm."""
     longest = max((float(gradient.norm()) for gradient in other.gradients.values()), default=0.0)
-    found = {"the loss": abs(one.loss - other.loss) / max(abs(other.loss), _SMALL)}
+    found = {"the loss": abs(one.loss - other.loss) / max(abs(other.loss), _MIN_NORM_SHARE)}
     for name, gradient in other.gradients.items():
         if name not in one.gradients:
             return {f"the gradient of {name}": float("inf")}
-        length = max(float(gradient.norm()), _SMALL * longest)
+        length = max(float(gradient.norm()), _MIN_NORM_SHARE * longest)
         found[f"the gradient of {name}"] = float((one.gradients[name] - gradient).norm()) / length
     return found
 
 
 class Judge:
-    """Knows what a step should give: what one of two steps in eager mode gave. Where a router finds two experts about
-    equally good, it takes the one or the other as the last bits of a product fall, which change with the memory."""
+    """Compares steps with two steps in eager mode; a step that matches one of them is right.
+
+    Two, because a router may choose either of two experts by the last bits of a product. Those change with memory.
+    """
 
     def __init__(self, model: nn.Module, batch: Batch, precision: str) -> None:
         self._batch, self._precision = batch, precision
@@ -110,7 +112,7 @@ class Judge:
             self.allowed = BF16_TOLERANCE * max(own.values())
 
     def fault(self, model: nn.Module) -> str:
-        """What is wrong with the step of a model; empty if nothing is."""
+        """Returns the fault of a model's step; empty if there is none."""
         made = trace(model, self._batch, self._precision)
         each = [distances(made, right) for right in self._right]
         found = min(each, key=lambda found: max(map(_comparable, found.values())))

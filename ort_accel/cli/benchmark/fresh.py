@@ -1,9 +1,8 @@
-"""A contender in processes of its own: in one the seconds of its first step, in others its peak memory.
+"""Measures a contender in processes of its own: in one the seconds of its first step, in others its peak memory.
 
-Every process imports everything first, so that loading libraries counts in no figure. Those that measure memory also
-take a step of a tiny model first: what a compiler loads and keeps once in a process is not memory of this model. Where
-blocks lie in memory, and so what the gaps between them take, is chance: of what several processes found the median
-counts.
+Every process imports everything first, so that loading libraries counts in no figure. A process that measures memory
+runs a step of a tiny model first, since a compiler loads and keeps some memory once in a process. The positions of
+blocks and the gaps between them vary, so the median of several processes counts.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 import torch._inductor.compile_fx
@@ -29,16 +27,19 @@ from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
 from ort_accel.config import Config, load_config
 from ort_accel.memory.process_memory import MostInUse, in_use, reset_peak, resident
 
-STEPS = 3
-TIMEOUT = 600
+Figures = dict[str, float | str | None]
+"""Figures of a contender by name, or its error under `error`."""
+
+LATER_STEPS = 3
+TIMEOUT_SECONDS = 600
 
 
-def in_fresh_processes(name: str, workload: Workload, config: Config, threads: int) -> dict[str, Any]:
-    """The figures of one contender, or under `error` what one of its processes said."""
-    found: dict[str, Any] = {}
+def in_fresh_processes(name: str, workload: Workload, config: Config, threads: int) -> Figures:
+    """Returns the figures of one contender, or under `error` the message of a process that failed."""
+    found: Figures = {}
     task = {"name": name, "workload": asdict(workload), "config": config.to_dict(), "threads": threads}
     for kind, (_, processes) in MEASUREMENTS.items():
-        runs: list[dict[str, Any]] = []
+        runs: list[Figures] = []
         for _ in range(processes):
             runs.append(_in_fresh_process({"kind": kind, **task}))
             if "error" in runs[-1]:
@@ -47,41 +48,43 @@ def in_fresh_processes(name: str, workload: Workload, config: Config, threads: i
     return found
 
 
-def _median(figures: Sequence[float | None]) -> float | None:
-    """None where the system does not tell a figure."""
-    known = [figure for figure in figures if figure is not None]
+def _median(figures: Sequence[float | str | None]) -> float | None:
+    """Returns the median; None if the system does not tell the figure."""
+    known = [figure for figure in figures if isinstance(figure, float | int)]
     return statistics.median(known) if known else None
 
 
-def _in_fresh_process(task: dict[str, Any]) -> dict[str, Any]:
+def _in_fresh_process(task: dict[str, object]) -> Figures:
     with tempfile.TemporaryDirectory() as empty:  # Inductor keeps what it compiled; a cold start must not find it
         done = subprocess.run(
             [sys.executable, "-m", "ort_accel.cli.benchmark.fresh"],
             input=json.dumps(task),
             capture_output=True,
             text=True,
-            timeout=TIMEOUT,
+            timeout=TIMEOUT_SECONDS,
             env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": empty},
             check=False,
         )
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         return {"error": (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]}
-    found: dict[str, Any] = json.loads(lines[-1])
+    found: Figures = json.loads(lines[-1])
     return found
 
 
-def first_step(name: str, workload: Workload, config: Config) -> dict[str, Any]:
-    """How long the first step takes in this process."""
+def first_step(name: str, workload: Workload, config: Config) -> Figures:
+    """Time the first step in this process."""
     model, batch = build(workload), batch_of(workload)
     start = time.perf_counter()
     _prepared_step(name, model, batch, workload.precision, config)
     return {"cold_seconds": time.perf_counter() - start}
 
 
-def most_memory(name: str, workload: Workload, config: Config) -> dict[str, Any]:
-    """What this process holds at most beyond model and batch, in the first step and in later ones: what is resident,
-    and in one step more what is in use, which no gaps between blocks count to."""
+def most_memory(name: str, workload: Workload, config: Config) -> Figures:
+    """Returns the most memory of this process beyond model and batch, in the first step and in later ones.
+
+    The resident set counts, and in one more step the memory in use, which has no gaps between blocks.
+    """
     tiny = replace(workload, hidden=8 * workload.heads, layers=1, batch=1, length=4)
     _prepared_step(name, build(tiny), batch_of(tiny), workload.precision, config)
     model, batch = build(workload), batch_of(workload)
@@ -89,7 +92,7 @@ def most_memory(name: str, workload: Workload, config: Config) -> dict[str, Any]
     reset_peak()
     _prepared_step(name, model, batch, workload.precision, config)
     first = resident("VmHWM")
-    for number in range(1 + STEPS):
+    for number in range(1 + LATER_STEPS):
         if number == 1:
             reset_peak()
         _later_step(model, batch, workload)
@@ -113,7 +116,7 @@ def _mebibytes_between(begin: int | None, most: int | None) -> float | None:
 
 
 MEASUREMENTS = {"first step": (first_step, 1), "memory": (most_memory, 5)}
-"""What is measured, and in how many processes."""
+"""Each measurement with its function and its number of processes."""
 
 
 def _prepared_step(name: str, model: nn.Module, batch: Batch, precision: str, config: Config) -> None:

@@ -1,13 +1,13 @@
-"""What the machine is, and what it could do at best."""
+"""Facts about the machine, and the highest speed of its matrix products."""
 
 from __future__ import annotations
 
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 
@@ -16,12 +16,29 @@ from ort_accel.runtime.installed_ort import installed_runtime
 from ort_accel.runtime.kernel_probes import Probe, Sample
 from ort_accel.runtime.session import Session, SessionSettings
 
-SIDE = 1024
-SECONDS = 0.5
+MATRIX_SIDE = 1024
+MEASURING_SECONDS = 0.5
 
 
-def facts(threads: int) -> dict[str, Any]:
+class Facts(TypedDict):
     """Processor, cores, load and versions."""
+
+    cpu: str
+    cpu_family: str
+    cpu_model: str
+    cores: int | None
+    usable_cores: int | None
+    threads: int
+    load_before: list[float]
+    load_after: NotRequired[list[float]]
+    matmul_gflops: NotRequired[dict[str, float]]
+    python: str
+    torch: str
+    onnxruntime: str
+
+
+def facts(threads: int) -> Facts:
+    """Returns processor, cores, load and versions."""
     runtime = installed_runtime()
     processor = _processor()
     return {
@@ -38,13 +55,13 @@ def facts(threads: int) -> dict[str, Any]:
     }
 
 
-def in_short(facts: Mapping[str, Any]) -> str:
-    """The processor, its threads, and the libraries, in a line."""
+def in_short(facts: Facts) -> str:
+    """Returns the processor, its threads, and the libraries, in a line."""
     return f"{facts['cpu']}, {facts['threads']} threads, torch {facts['torch']}, {facts['onnxruntime']}"
 
 
 def matmul_gflops(threads: int, precision: str) -> dict[str, float]:
-    """The speed of matrix products in torch and in ONNX Runtime; in bfloat16, too, where a step has such."""
+    """Returns the speed of matrix products in torch and in ONNX Runtime; in bfloat16, too, for steps with autocast."""
     found = {"torch": _torch_gflops(torch.float32), "onnxruntime": _ort_gflops(threads)}
     if precision == "bf16":
         found["torch in bfloat16"] = _torch_gflops(torch.bfloat16)
@@ -52,7 +69,7 @@ def matmul_gflops(threads: int, precision: str) -> dict[str, float]:
 
 
 def load() -> list[float]:
-    """How many processes wanted to run, in the last 1, 5 and 15 minutes."""
+    """Returns the load of the last 1, 5 and 15 minutes."""
     return [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else []
 
 
@@ -66,23 +83,23 @@ def _processor() -> dict[str, str]:
 
 
 def _torch_gflops(dtype: torch.dtype) -> float:
-    left, right, result = (torch.randn(SIDE, SIDE).to(dtype) for _ in range(3))
+    left, right, result = (torch.randn(MATRIX_SIDE, MATRIX_SIDE).to(dtype) for _ in range(3))
     return _gflops(lambda: torch.mm(left, right, out=result))
 
 
 def _ort_gflops(threads: int) -> float:
-    product = Probe("MatMul", (Sample((SIDE, SIDE)),) * 2, {}, ("float32",), "", 17)
+    product = Probe("MatMul", (Sample((MATRIX_SIDE, MATRIX_SIDE)),) * 2, {}, ("float32",), "", 17)
     session = Session(product.model().SerializeToString(), ["in0", "in1"], ["out0"], SessionSettings(threads))
-    left, right = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
+    left, right = torch.randn(MATRIX_SIDE, MATRIX_SIDE), torch.randn(MATRIX_SIDE, MATRIX_SIDE)
     return _gflops(lambda: session([to_ort(left), to_ort(right)]))
 
 
 def _gflops(product: Callable[[], object]) -> float:
-    """The fastest of the products that fit into half a second: others may have been disturbed."""
+    """Returns the speed of the fastest product within `MEASURING_SECONDS`: others may have been disturbed."""
     best = float("inf")
-    end = time.perf_counter() + SECONDS
+    end = time.perf_counter() + MEASURING_SECONDS
     while time.perf_counter() < end:
         start = time.perf_counter()
         product()
         best = min(best, time.perf_counter() - start)
-    return 2 * SIDE**3 / best / 1e9
+    return 2 * MATRIX_SIDE**3 / best / 1e9

@@ -1,4 +1,4 @@
-"""The whole benchmark: judge each contender, then time the right ones in turns."""
+"""The benchmark: it checks each contender, then times those that are right in turns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +13,8 @@ from torch import nn
 import ort_accel
 from ort_accel.cli.benchmark import contenders, machine
 from ort_accel.cli.benchmark.contenders import INDUCTOR, ORT_ACCEL, Judge
-from ort_accel.cli.benchmark.fresh import in_fresh_processes
+from ort_accel.cli.benchmark.fresh import Figures, in_fresh_processes
+from ort_accel.cli.benchmark.machine import Facts
 from ort_accel.cli.benchmark.timing import Ratio, Times, compare, in_turns, summary
 from ort_accel.cli.benchmark.workload import Workload, batch_of, build
 from ort_accel.config import Config
@@ -27,11 +27,11 @@ class Result:
 
     workload: Workload
     config: Config
-    machine: dict[str, Any]
+    machine: Facts
     times: dict[str, Times] = field(default_factory=dict)
     ratios: dict[str, Ratio] = field(default_factory=dict)
     """How many times longer each other contender's step takes than that of ort_accel."""
-    fresh: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fresh: dict[str, Figures] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
     """Contenders whose loss or gradients are not eager's; they get no figures."""
     absent: dict[str, str] = field(default_factory=dict)
@@ -42,19 +42,19 @@ class Result:
 
     @property
     def gflop(self) -> float | None:
-        """Estimated GFLOP of a step."""
+        """Returns the estimated GFLOP of a step."""
         return sum(segment.flops for segment in self.report.segments) / 1e9 if self.report else None
 
     @property
     def ort_share(self) -> float | None:
-        """The share of these that ONNX Runtime runs."""
+        """Returns the share of the GFLOP that ONNX Runtime runs."""
         if not self.report or not self.gflop:
             return None
         ours = (segment.flops for segment in self.report.segments if segment.runner is Runner.ORT)
         return sum(ours) / 1e9 / self.gflop
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain data, for JSON."""
+    def to_dict(self) -> dict[str, object]:
+        """Returns the result as plain data, for JSON."""
         return {
             "workload": asdict(self.workload),
             "config": self.config.to_dict(),
@@ -124,7 +124,7 @@ def _is_right(name: str, model: nn.Module, config: Config, judge: Judge, result:
 
 
 def _time(models: dict[str, nn.Module], workload: Workload, effort: Effort, result: Result) -> None:
-    """Each round has a batch of its own, the same for all."""
+    """Time the models in turns. Each round has a batch of its own, the same for all models."""
     batches = [batch_of(workload, number) for number in range(effort.warmup + effort.steps)]
     steps = {
         name: partial(contenders.next_step, model, iter(batches), workload.precision) for name, model in models.items()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -12,7 +10,7 @@ from ort_accel.cli.benchmark.run import Result
 
 
 def render(result: Result) -> RenderableType:
-    """Figures, what they rest on, and what is missing."""
+    """Returns the figures, the facts that they rest on, and the faults."""
     parts: list[RenderableType] = [Text(str(result.workload), style="bold"), Text(), _figures(result), Text()]
     for name, fault in result.wrong.items():
         parts.append(Text(f"{name}: wrong, so it has no figures: {fault}", style="red"))
@@ -51,7 +49,7 @@ def _figures(result: Result) -> Table:
 _FRESH = (("cold_seconds", 1), ("first_step_mib", 0), ("later_steps_mib", 0), ("in_use_mib", 0))
 
 
-def _number(value: Any, digits: int) -> str:
+def _number(value: float | str | None, digits: int) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
 
@@ -60,8 +58,8 @@ def _basis(result: Result) -> list[str]:
     speeds = facts["matmul_gflops"]
     lines = [
         f"{facts['cpu']} (family {facts['cpu_family']}, model {facts['cpu_model']}), {facts['usable_cores']} of "
-        f"{facts['cores']} cores, {facts['threads']} threads; load {_load(facts, 'load_before')} before, "
-        f"{_load(facts, 'load_after')} after",
+        f"{facts['cores']} cores, {facts['threads']} threads; load {_load(facts.get('load_before'))} before, "
+        f"{_load(facts.get('load_after'))} after",
         f"matrix products here, GFLOP/s: {', '.join(f'{name} {speed:.0f}' for name, speed in speeds.items())}",
         f"torch {facts['torch']}, {facts['onnxruntime']}, python {facts['python']}",
     ]
@@ -72,5 +70,5 @@ def _basis(result: Result) -> list[str]:
     return lines
 
 
-def _load(facts: dict[str, Any], key: str) -> str:
-    return str(facts[key][0]) if facts.get(key) else "unknown"
+def _load(load: list[float] | None) -> str:
+    return str(load[0]) if load else "unknown"

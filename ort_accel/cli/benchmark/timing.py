@@ -1,4 +1,4 @@
-"""Times of several contenders taken in turns, and what can be said about them."""
+"""Times of several contenders taken in turns, and statistics of them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Ratio:
 
 
 def in_turns(steps: Mapping[str, Callable[[], None]], rounds: int, warmup: int) -> dict[str, list[float]]:
-    """Seconds of each step; every round runs each once, and begins with another."""
+    """Returns the seconds of each step; every round runs each once, and begins with another."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for count in range(warmup + rounds):
@@ -57,13 +57,13 @@ def in_turns(steps: Mapping[str, Callable[[], None]], rounds: int, warmup: int) 
 
 
 def summary(seconds: Sequence[float]) -> Times:
-    """What a list of times comes to."""
+    """Returns the statistics of a list of times."""
     low, _, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else (*seconds, *seconds, *seconds)
     return Times(median(seconds), min(seconds), low, high, list(seconds))
 
 
 def compare(slow: Sequence[float], fast: Sequence[float], seed: int = 0) -> Ratio:
-    """The ratio of two medians. The interval resamples whole rounds, which shared what disturbed them."""
+    """Returns the ratio of two medians. The interval resamples whole rounds, whose steps shared their disturbances."""
     generator = random.Random(seed)
     rounds = list(zip(slow, fast, strict=True))
     found = []

@@ -11,16 +11,16 @@ import torch
 import transformers as hf
 from torch import nn
 
-Batch = dict[str, Any]
+Batch = dict[str, torch.Tensor]
 
 CLASSES = 4
-EXPERTS, CHOSEN = 8, 2
-"""In a layer of experts, and of these for each token; each is twice as wide as the model."""
-PATCH = 16
-MASKED = 0.15
+EXPERTS, EXPERTS_PER_TOKEN = 8, 2
+"""The experts of a layer, and those of a token; each expert is twice as wide as the model."""
+PATCH_PIXELS = 16
+MASKED_SHARE = 0.15
 """The share of tokens with a label, in masked language modelling."""
-VARIATION = 0.1
-"""By how much the shares of tokens and labels differ from batch to batch."""
+SHARE_VARIATION = 0.1
+"""The largest relative difference of a batch's shares of tokens and labels from the wanted ones."""
 IGNORED = -100
 """The label of a token that has none."""
 
@@ -45,7 +45,7 @@ class Workload:
     labelled: float | None = None
     """The share of all tokens that have a label; None is what is usual for the model."""
     checkpointing: bool = False
-    """Whether the model computes its layers again in the backward, as transformers does it."""
+    """True if the model recomputes its layers in the backward, by transformers' gradient checkpointing."""
 
     def __str__(self) -> str:
         size = f"{self.layers} layers of {self.hidden}, {self.heads} heads, batch {self.batch} x {self.length}"
@@ -57,7 +57,7 @@ class Workload:
 
 
 def build(workload: Workload) -> nn.Module:
-    """The model, with random weights from a fixed seed, in training mode."""
+    """Returns the model, with random weights from a fixed seed, in training mode."""
     torch.manual_seed(0)
     model: Any = MODELS[workload.model][0](workload)
     if workload.checkpointing:
@@ -67,18 +67,18 @@ def build(workload: Workload) -> nn.Module:
 
 
 def batch_of(workload: Workload, number: int = 0) -> Batch:
-    """A batch from a fixed seed. Its rows differ in length unless all tokens are valid.
+    """Returns a batch from a fixed seed. Its rows differ in length unless all tokens are valid.
 
-    The first has the wanted shares of tokens and labels. In others these differ by up to a tenth, as from step to step
-    in a training: what is fast for sizes that came before gains nothing by meeting one batch again and again.
+    The first batch has the wanted shares of tokens and labels. Those of others differ by up to `SHARE_VARIATION`, as in
+    a training, so that a cache keyed by sizes gains nothing by meeting one batch again and again.
     """
     generator = torch.Generator().manual_seed(1 + number)
     return MODELS[workload.model][1](_varied(workload, number), generator)
 
 
 def _varied(workload: Workload, number: int) -> Workload:
-    """Thirteen evenly spread shares around the wanted one, in mixed order."""
-    share = 1 + VARIATION * ((7 * number + 6) % 13 / 6 - 1)
+    """Returns the workload with one of thirteen shares that are evenly spread around the wanted one."""
+    share = 1 + SHARE_VARIATION * ((7 * number + 6) % 13 / 6 - 1)
     density = min(1.0, workload.density * share) if workload.density < 1 else 1.0
     labelled = None if workload.labelled is None else min(density, workload.labelled * share)
     return replace(workload, density=density, labelled=labelled)
@@ -116,7 +116,7 @@ def _gpt2(size: Workload) -> nn.Module:
 
 
 def _decoder(size: Workload) -> dict[str, Any]:
-    """What configurations of decoders have in common."""
+    """Returns the arguments that the configurations of decoders share."""
     return {
         "vocab_size": size.vocab,
         "hidden_size": size.hidden,
@@ -138,7 +138,7 @@ def _qwen3_moe(size: Workload) -> nn.Module:
         **_decoder(size),
         moe_intermediate_size=2 * size.hidden,
         num_experts=EXPERTS,
-        num_experts_per_tok=CHOSEN,
+        num_experts_per_tok=EXPERTS_PER_TOKEN,
         norm_topk_prob=True,
     )
     return hf.Qwen3MoeForCausalLM(config)
@@ -166,7 +166,7 @@ def _vit(size: Workload) -> nn.Module:
         num_attention_heads=size.heads,
         intermediate_size=4 * size.hidden,
         image_size=_side(size),
-        patch_size=PATCH,
+        patch_size=PATCH_PIXELS,
         hidden_dropout_prob=size.dropout,
         attention_probs_dropout_prob=size.dropout,
     )
@@ -175,8 +175,8 @@ def _vit(size: Workload) -> nn.Module:
 
 
 def _side(size: Workload) -> int:
-    """The side of a square image with about as many patches as a text would have tokens."""
-    return PATCH * isqrt(size.length)
+    """Returns the side of a square image with about as many patches as a text would have tokens."""
+    return PATCH_PIXELS * isqrt(size.length)
 
 
 def _ids(size: Workload, generator: torch.Generator) -> torch.Tensor:
@@ -188,7 +188,7 @@ def _classes(size: Workload, generator: torch.Generator) -> torch.Tensor:
 
 
 def _lengths(size: Workload) -> torch.Tensor:
-    """The tokens of each row: evenly spread around the share that is wanted, and that share of all together."""
+    """Returns the tokens of each row: evenly spread around the wanted share, which all rows have together."""
     spread = min(0.8, 1 / size.density - 1)
     shares = size.density * torch.linspace(1 - spread, 1 + spread, size.batch, dtype=torch.float64)
     ends = (shares.cumsum(0) * size.length).round().long()
@@ -200,7 +200,7 @@ def _mask(size: Workload) -> torch.Tensor:
 
 
 def _padded(size: Workload, generator: torch.Generator) -> tuple[torch.Tensor, Batch]:
-    """Token ids before and after padding, and the mask."""
+    """Returns the token ids before padding, and the batch with the padded ids and the mask."""
     ids, mask = _ids(size, generator), _mask(size)
     return ids, {"input_ids": ids * mask, "attention_mask": mask}
 
@@ -211,7 +211,7 @@ def _classified(size: Workload, generator: torch.Generator) -> Batch:
 
 def _masked(size: Workload, generator: torch.Generator) -> Batch:
     ids, batch = _padded(size, generator)
-    share = MASKED if size.labelled is None else size.labelled / size.density
+    share = MASKED_SHARE if size.labelled is None else size.labelled / size.density
     wanted = round(share * int(batch["attention_mask"].sum()))
     chances = torch.rand(ids.shape, generator=generator) * batch["attention_mask"]
     kept = torch.zeros_like(ids).flatten().index_fill(0, chances.flatten().topk(wanted).indices, 1).view_as(ids)
@@ -219,7 +219,7 @@ def _masked(size: Workload, generator: torch.Generator) -> Batch:
 
 
 def _causal(size: Workload, generator: torch.Generator) -> Batch:
-    """Each row ends with what is to be learned, as answers follow prompts."""
+    """Returns a batch whose rows end with the labelled tokens, as answers follow prompts."""
     ids, batch = _padded(size, generator)
     share = 1.0 if size.labelled is None else size.labelled / size.density
     lengths = _lengths(size)[:, None]
@@ -246,4 +246,4 @@ MODELS: dict[str, tuple[Callable[[Workload], nn.Module], Callable[[Workload, tor
     "t5": (_t5, _sequence_to_sequence),
     "vit": (_vit, _images),
 }
-"""By name: how to make the model, and its batch."""
+"""By name: the functions that build the model and its batch."""

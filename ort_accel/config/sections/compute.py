@@ -6,36 +6,76 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from ort_accel.config.declaration import NO_ROW, Row, conflict, cuda_only
 from ort_accel.config.values import FilePath, Section, Switch
+from ort_accel.reporting import State
 
 
 class Triton(Section):
     """Generated kernels for element-wise and reduction parts (cuda only). There is no generator yet: a file that asks
     for them is refused."""
 
-    enabled: Switch = "auto"
-    """Whether Triton kernels are generated. `auto` and `false` leave those parts to ONNX Runtime's own kernels; `true`
-    is an error until there is a generator."""
+    enabled: Annotated[Switch, cuda_only(True, "write auto or false")] = "auto"
+    """Generate Triton kernels. `auto` and `false` leave those parts to ONNX Runtime's own kernels; `true` is an error
+    until there is a generator."""
 
-    ops_file: FilePath | None = None
+    ops_file: Annotated[
+        FilePath | None,
+        conflict(
+            lambda file, enabled: file is not None and enabled is False,
+            "nothing is generated for these operators while compute.triton.enabled is false; write auto or true there",
+            "compute.triton.enabled",
+        ),
+        NO_ROW,
+    ] = None
     """A JSON file that lists the ONNX operators to generate kernels for, with versions and conditions. `null` takes all
     that are supported."""
 
-    debug: bool = False
+    debug: Annotated[
+        bool,
+        conflict(
+            lambda debug, enabled: debug and enabled is False,
+            "there are no kernels to keep while compute.triton.enabled is false; write auto or true there",
+            "compute.triton.enabled",
+        ),
+        conflict(
+            lambda debug, folder: debug and folder is None,
+            "kernels are kept beside the saved models, and none are saved; name a folder in engine.save_onnx",
+            "engine.save_onnx",
+        ),
+        NO_ROW,
+    ] = False
     """Keep the generated kernels' source beside the saved models."""
 
 
 class Tuning(Section):
     """Measuring alternatives on the real shapes and keeping the fastest."""
 
-    enabled: bool = False
+    enabled: Annotated[bool, Row("each graph is measured when it is compiled")] = False
     """Time ONNX Runtime against PyTorch for each part that both can run, and keep the fastest division of each graph.
     Takes the time of some forty steps, so it is for long runs."""
 
-    max_duration_ms: Annotated[int, Field(ge=0, le=3_600_000)] = 0
+    max_duration_ms: Annotated[
+        int,
+        Field(ge=0, le=3_600_000),
+        conflict(
+            lambda duration, enabled: duration and not enabled,
+            "nothing is measured while compute.tuning.enabled is false; write true there, or remove this",
+            "compute.tuning.enabled",
+        ),
+        NO_ROW,
+    ] = 0
     """The most time that measuring may take in all; 0 sets no limit. What is not reached keeps the default choice."""
 
-    results: FilePath | None = None
+    results: Annotated[
+        FilePath | None,
+        conflict(
+            lambda file, enabled: file is not None and not enabled,
+            "measurements are neither made nor used while compute.tuning.enabled is false; write true there",
+            "compute.tuning.enabled",
+        ),
+        NO_ROW,
+    ] = None
     """A file to load earlier measurements from, if it is there, and to save new ones to; `null` takes `tuning.json` in
     `engine.cache_dir`. They hold for the same graph, machine and versions only."""
 
@@ -48,12 +88,11 @@ class Compute(Section):
     thrown away later are not computed."""
 
     placement: Literal["auto", "fixed", "onnxruntime"] = "auto"
-    """Who runs the operators that both can run (cpu only). `auto` times a call of the most frequent ones on either
-    side, once in a process and in less than a second, and large products at their own sizes, some 0.1 s for each; it
-    lets PyTorch run what it runs faster on this machine, and lets it multiply with the faster of its libraries. `fixed`
-    follows figures of one machine, so that every run divides the work alike; `engine.deterministic` and whatever in
-    `memory` saves memory do so, too.
-    `onnxruntime` lets ONNX Runtime run all it can. `tuning` measures each graph on its real sizes instead."""
+    """The runner of operators that both can run (cpu only). `auto` times the most frequent ones on either side, once in
+    a process, and large products at their own sizes. PyTorch then runs those that it runs faster on this machine, and
+    large products go to the faster of its libraries. `fixed` follows figures of one machine, so that every run divides
+    the work alike; so do `engine.deterministic` and the keys of `memory` that save memory. `onnxruntime` lets ONNX
+    Runtime run all it can. `tuning` measures each graph on its real sizes instead."""
 
     fusions: Switch = "auto"
     """Join neighbouring operators into one kernel. `auto` joins where that was measured to be faster; `false` helps to
@@ -65,7 +104,9 @@ class Compute(Section):
     ONNX Runtime. `auto` leaves that to PyTorch, and on CPU computes what a fused kernel would as tiles of products in
     ONNX Runtime for as many tokens as a measurement says."""
 
-    conv_algorithm: Literal["default", "heuristic", "exhaustive"] = "heuristic"
+    conv_algorithm: Annotated[
+        Literal["default", "heuristic", "exhaustive"], cuda_only("exhaustive", "write heuristic")
+    ] = "heuristic"
     """How cuDNN picks convolution kernels (cuda only): `exhaustive` tries all on the first step, for vision models that
     train long. It is an error for a model on the CPU."""
 
@@ -74,13 +115,13 @@ class Compute(Section):
     of the model, the embedding of a sentence without those of its tokens. `auto` finds out; `true` refuses a training
     set-up that reads them, `false` always makes them."""
 
-    loss_in_graph: Switch = "auto"
+    loss_in_graph: Annotated[
+        Switch, Row("no loss outside of the model was seen yet", State.OFF, off="switched off")
+    ] = "auto"
     """In training, compile a loss that a Trainer computes from the model's outputs (label smoothing,
     `compute_loss_func`) together with the model, so that rows without a label need not be computed. `auto` does so
     where nothing speaks against it, `true` makes that an error. An overridden `compute_loss` stays outside."""
 
     triton: Triton = Triton()
-    """Generated kernels for element-wise and reduction parts (cuda only)."""
 
     tuning: Tuning = Tuning()
-    """Measuring alternatives on the real shapes and keeping the fastest."""

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from ort_accel.config.declaration import NO_ROW, Row
 from ort_accel.config.values import Section, Switch
 
 
@@ -23,13 +24,13 @@ class Density(Section):
     batches need is below `threshold` and the model is shown not to read padded positions; `true` does so always, and
     makes it an error in training if that cannot be shown."""
 
-    threshold: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9
+    threshold: Annotated[float, Field(gt=0.0, le=1.0), NO_ROW] = 0.9
     """The share of the work below which `auto` skips: of the last ten batches, in matrix products. Lower it if batches
     near the threshold run faster dense."""
 
-    inspect: bool = False
+    inspect: Annotated[bool, Row("the density table, every {1} batches", reads=("density.inspect_every",))] = False
     """Print the density table: for every input, how many of its tokens count. Use it to see what skipping or packing
     would gain before switching anything on."""
 
-    inspect_every: Annotated[int, Field(ge=1)] = 10
+    inspect_every: Annotated[int, Field(ge=1), NO_ROW] = 10
     """Print the density table every so many steps."""

@@ -1,4 +1,4 @@
-"""Memory for people: what is kept for the backward, and the plan table."""
+"""The text of a report on memory: values saved for the backward, and the plan table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ort_accel.reporting import GraphMemory, MeasuredPeak, Peak, PlanKind, PlanRow, Report
+from ort_accel.memory_records import GraphMemory, MeasuredPeak, Peak, PlanKind, PlanRow
+from ort_accel.observe.text_tables import text_table
+from ort_accel.reporting import Report
 
 KINDS = {
     PlanKind.RECOMPUTE: "recompute",
@@ -18,12 +20,12 @@ KINDS = {
 
 
 def mib(count: float) -> str:
-    """Bytes as MiB."""
+    """Returns bytes as MiB."""
     return f"{count / 2**20:,.1f}"
 
 
 def render_memory(report: Report) -> RenderableType | None:
-    """The memory part of a report; None where no graph has a backward yet."""
+    """Returns the memory part of a report; None where no graph has a backward yet."""
     graphs = list(report.memory.values())
     if not graphs:
         return None
@@ -38,20 +40,20 @@ def render_memory(report: Report) -> RenderableType | None:
 
 
 def measured(peak: MeasuredPeak) -> str:
-    """The measured peak of a step, in a line."""
+    """Returns the measured peak of a step, in a line."""
     whole = f"{mib(peak.held + peak.bytes)} MiB: {mib(peak.held)} before it, and {mib(peak.bytes)} of its own"
     used = "" if peak.in_use is None else f"; {mib(peak.in_use)} of its own were in use at most, without what was freed"
     return f"measured peak of step {peak.step}: {whole} (resident set of the process{used})"
 
 
 def predicted(peak: Peak) -> str:
-    """The predicted peak of a step, in a line."""
+    """Returns the predicted peak of a step, in a line."""
     return f"{mib(peak.bytes)} MiB: {mib(peak.resident)} before it, and {mib(peak.bytes - peak.resident)} of its own"
 
 
 def plan_table(rows: Sequence[PlanRow]) -> Table:
-    """One row a plan, those that would save most first."""
-    table = _table("Plan", "", "config", "Freq", "Saving(B)", "Cost(ms)", "Saving Symbolic")
+    """Returns the table with one row a plan, the largest saving first."""
+    table = text_table(("Plan", "", "config", "Freq", "Saving(B)", "Cost(ms)", "Saving Symbolic"))
     for number, row in enumerate(rows, 1):
         state = "ON" if row.applied else "OFF"
         count = row.applied if 0 < row.applied < row.frequency else -1
@@ -79,19 +81,12 @@ def _summary(graph: GraphMemory) -> Table:
 
 
 def _clusters(rows: Sequence[PlanRow]) -> Table:
-    """For each cluster: what can be done with it, what was asked for, what is done, and what one place saves."""
-    table = _table("cluster", "option", "requested", "applied", "share of saving", "saves in one place")
+    """Returns the table of clusters: each with its option, the places requested and applied, and its saving."""
+    table = text_table(("cluster", "option", "requested", "applied", "share of saving", "saves in one place"))
     whole = sum(row.saving for row in rows) or 1
     for row in rows:
         asked = "all" if row.requested == -1 else str(row.requested)
         share = f"{100 * row.saving / whole:.1f} %"
         done = f"{row.applied} of {row.frequency}"
         table.add_row(Text(row.cluster), KINDS[row.kind], asked, done, share, Text(", ".join(row.shapes)))
-    return table
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
     return table

@@ -1,8 +1,9 @@
-"""Models of a transformers configuration with random weights, and inputs made up for them. Nothing is downloaded."""
+"""Models of a transformers configuration with random weights, and random inputs for them. Nothing is downloaded."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ from torch import nn
 
 from ort_accel.errors import OrtAccelError, first_line
 
-Batch = dict[str, Any]
+Batch = dict[str, torch.Tensor | bool]
 
 
 def model_from(place: str, layers: int | None = None) -> nn.Module:
-    """The model that a folder's `config.json`, or that file, describes, in training mode."""
+    """Returns the model that a `config.json`, given as a file or by its folder, describes, in training mode."""
     path = Path(place)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -37,7 +38,7 @@ def model_from(place: str, layers: int | None = None) -> nn.Module:
 
 
 def inputs_for(model: nn.Module, batch: int, length: int) -> Batch:
-    """Inputs of a training step, after the names that the model's `forward` takes."""
+    """Returns the inputs of a training step, chosen by the names that the model's `forward` takes."""
     accepted = inspect.signature(model.forward).parameters
     config: Any = model.config
     text = config.get_text_config()
@@ -63,7 +64,7 @@ def _pixels(config: Any, batch: int) -> torch.Tensor:
     return torch.randn(batch, getattr(vision, "num_channels", 3), height, width)
 
 
-def _labels(name: str, accepted: Any, config: Any, batch: int, length: int) -> Batch:
+def _labels(name: str, accepted: Container[str], config: Any, batch: int, length: int) -> Batch:
     if "start_positions" in accepted:
         return {key: torch.randint(0, length, (batch,)) for key in ("start_positions", "end_positions")}
     if "labels" not in accepted:
@@ -74,8 +75,8 @@ def _labels(name: str, accepted: Any, config: Any, batch: int, length: int) -> B
     return {"labels": torch.randint(0, top, (batch, length))}
 
 
-def loss_of(outputs: Any) -> Any:
-    """The loss of a model that computes one, otherwise the mean of what it gives first."""
+def loss_of(outputs: Mapping[str, object]) -> torch.Tensor:
+    """Returns the loss of a model that computes one, otherwise the mean of its first output."""
     loss = getattr(outputs, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss

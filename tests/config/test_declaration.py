@@ -7,9 +7,10 @@ from __future__ import annotations
 import pytest
 
 from ort_accel.config import Config, ConfigError, load_config
+from ort_accel.config.declaration import declared, rows, rules
 from ort_accel.config.load import load_config_text
-from ort_accel.config.rules import RULES
 from ort_accel.config.sections import Memory
+from ort_accel.reporting import State
 
 BROKEN = {
     "memory: {level: 1, plans: ['BiasGelu+:1:-1']}": "1:27: memory.plans: memory.level 1 decides alone",
@@ -55,7 +56,20 @@ def test_a_broken_rule_is_one_error_at_its_key(errors, monkeypatch, tmp_path, te
 
 def test_every_rule_is_tested_above():
     tested = {start.split(": ")[1] for start in BROKEN.values()}
-    assert {rule.keys[0] for rule in RULES} == tested
+    assert {rule.keys[0] for rule in rules(Config)} == tested
+
+
+def test_rules_read_keys_that_exist():
+    assert {key for rule in rules(Config) for key in rule.keys} <= {key for key, _ in declared(Config)}
+
+
+def test_a_declared_row_says_what_the_value_asks_for():
+    config = load_config({"density": {"inspect": True, "inspect_every": 7}, "memory": {"plans": ["A+:1:1", "B+:1:1"]}})
+    found = {row.name: (row.state, row.effect or row.reason) for row in rows(config)}
+    assert found["density.inspect"] == (State.APPLIED, "the density table, every 7 batches")
+    assert found["memory.plans"] == (State.APPLIED, "A+:1:1, B+:1:1")
+    assert found["memory.budget"] == (State.OFF, "not asked for")
+    assert found["precision.cache_cast_weights"] == (State.OFF, "no gradients were accumulated under autocast yet")
 
 
 def test_rules_are_reported_with_other_mistakes_and_not_on_keys_that_have_one(errors):
