@@ -22,7 +22,7 @@ from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.deepspeed_hooks import move_hooks_out_of
 from ort_accel.hf.foreseen_sizes import foreseen_in
-from ort_accel.subscribers.zero_offload import accelerate_partitioned, is_partitioned, zero_in
+from ort_accel.zero3 import accelerate_partitioned, is_partitioned, zero_optimizer_in
 
 ConfigOf = Callable[[Accelerator], Config | None]
 """Which configuration the models of an Accelerator are to have; None leaves them alone."""
@@ -105,7 +105,7 @@ def _prepare_together(accelerator: Accelerator, config: Config, original: Callab
     prepared = original(*objects)
     for model in objects:
         if isinstance(model, nn.Module) and is_partitioned(model):
-            accelerate_partitioned(model, engine.config_of(model) or config, zero_in(*prepared))
+            accelerate_partitioned(model, engine.config_of(model) or config, zero_optimizer_in(*prepared))
             _foresee(accelerator, Foreseen(), model)
         elif isinstance(model, nn.Module):
             _accelerate_once(extract_model_from_parallel(model), config, _reason_to_decline(accelerator, model))

@@ -17,7 +17,7 @@ from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.fused_head import write_out_heads
 from ort_accel.reporting import Report
-from ort_accel.subscribers.zero_offload import accelerate_partitioned, is_partitioned, zero_in
+from ort_accel.zero3 import accelerate_partitioned, is_partitioned, zero_optimizer_in
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,7 +48,7 @@ def activate(model: nn.Module, config: Config, optimizer: Any = None, earlier: M
     if not config.engine.enabled:
         return
     write_out_heads()
-    if is_partitioned(model) and (zero := zero_in(optimizer)) is not None:
+    if is_partitioned(model) and (zero := zero_optimizer_in(optimizer)) is not None:
         accelerate_partitioned(model, config, zero)
     elif is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
         return

@@ -18,8 +18,8 @@ import ort_accel
 from ort_accel.hf.deepspeed_hooks import move_hooks_out_of
 from ort_accel.run import end
 from ort_accel.subscribers import SubscriberManager, ZeROOffloadSubscriber
-from tests.subscribers import zero_worker
-from tests.subscribers.zero_worker import QUIET, WORDS, bert, furthest, llama
+from tests.zero3 import zero_worker
+from tests.zero3.zero_worker import QUIET, WORDS, bert, furthest, llama
 
 STEPS = 50
 """Of two batches each."""
