@@ -13,11 +13,11 @@ from typing import Any
 import ort_accel
 from ort_accel.errors import RuntimeMissingError
 from ort_accel.memory.malloc_settings import JOINING, leaves_gaps
-from ort_accel.runtime import installed_ort
+from ort_accel.runtime import installed_ort, ort_distributions
 from ort_accel.runtime.kernel_probes import FUSED, RECENT, TRAINING
 
 _OPTIONAL = ("deepspeed",)
-_EXTRAS = ("deepspeed", *installed_ort.EXTRAS.values())
+_EXTRAS = ("deepspeed", *ort_distributions.EXTRAS.values())
 _TRAINING_PYTHONS = ((3, 11), (3, 12))
 """From which Python on, and below which, onnxruntime-training 1.19.2 has wheels and ort_accel runs."""
 
@@ -122,7 +122,7 @@ def _installed_version(name: str) -> str | None:
 
 
 def _runtime(blockers: list[str]) -> Runtime | None:
-    if _installed_version("onnx") is None and len(installed_ort.installed_distributions()) == 1:
+    if _installed_version("onnx") is None and len(ort_distributions.installed_distributions()) == 1:
         return None  # without onnx no question can be put, and onnx is among the blockers already
     try:
         found = installed_ort.installed_runtime()

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ort_accel.runtime import installed_ort
+from ort_accel.runtime.ort_distributions import installed_distributions, none_installed
 
 
 @contextmanager
@@ -58,8 +58,8 @@ with _without_deepspeed(), _without_logging_set_up():
         import onnxruntime
         from onnxruntime.capi import _pybind_state as native
     except ModuleNotFoundError:
-        if not installed_ort.installed_distributions():
-            raise installed_ort.none_installed() from None
+        if not installed_distributions():
+            raise none_installed() from None
         raise
 restore_checkpoint_functions()
 

@@ -6,8 +6,6 @@ Importing this file imports no onnxruntime; calling its functions does.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,43 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from ort_accel.errors import RuntimeMissingError
 from ort_accel.runtime.kernel_probes import PROBES
+from ort_accel.runtime.ort_distributions import EXTRAS, installed_distributions, none_installed, several_installed
 
 if TYPE_CHECKING:
     import onnx
-
-EXTRAS = {
-    "onnxruntime-training": "training-gpu",
-    "onnxruntime-training-cpu": "training",
-    "onnxruntime-gpu": "gpu",
-    "onnxruntime": "cpu",
-}
-"""Each distribution of ONNX Runtime that ort_accel offers, the most capable first, and the extra that installs it."""
-
-_NEWEST_PYTHON = {"training": (3, 12), "cpu": (4, 0), "gpu": (4, 0), "training-gpu": (3, 11)}
-"""Each extra with the newest Python for which its package was released, the one to be recommended first."""
-
-_OTHER_DISTRIBUTIONS = (
-    "onnxruntime-azure",
-    "onnxruntime-cann",
-    "onnxruntime-coreml",
-    "onnxruntime-directml",
-    "onnxruntime-migraphx",
-    "onnxruntime-noopenmp",
-    "onnxruntime-openvino",
-    "onnxruntime-qnn",
-    "onnxruntime-rocm",
-    "onnxruntime-silicon",
-    "onnxruntime-training-rocm",
-    "onnxruntime-vitisai",
-    "onnxruntime-webgpu",
-    "onnxruntime-windowsml",
-    "ort-nightly",
-    "ort-nightly-directml",
-    "ort-nightly-gpu",
-    "ort-training-nightly",
-)
-DISTRIBUTIONS = (*EXTRAS, *_OTHER_DISTRIBUTIONS)
-"""Every known distribution that brings the module `onnxruntime`."""
 
 _OPSETS = range(13, 41)
 _IR_VERSIONS = range(7, 31)
@@ -76,36 +41,15 @@ class Flavor:
     """The newest version of the ONNX file format that it loads."""
 
 
-def installed_distributions() -> dict[str, str]:
-    """Every installed distribution of ONNX Runtime, with its version."""
-    found = {}
-    for name in DISTRIBUTIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def installed_runtime() -> Flavor:
     """The one ONNX Runtime that is installed. None, several, or a broken one is a `RuntimeMissingError`."""
     found = installed_distributions()
     if not found:
         raise none_installed()
     if len(found) > 1:
-        raise RuntimeMissingError(_doubled(found))
+        raise several_installed(found)
     [(distribution, version)] = found.items()
     return _ask(distribution, version)
-
-
-def none_installed(python: tuple[int, int] = sys.version_info[:2]) -> RuntimeMissingError:
-    """The error where there is no ONNX Runtime; it names the extras that exist for this version of Python."""
-    best, *others = [extra for extra, newest in _NEWEST_PYTHON.items() if python <= newest]
-    instead = " or ".join(f"`{extra}`" for extra in others)
-    return RuntimeMissingError(
-        f"no ONNX Runtime is installed; for Python {python[0]}.{python[1]} install one with "
-        f'`pip install "ort-accel[{best}]"`, or with {instead} in place of `{best}`'
-    )
 
 
 def kernels(names: Iterable[str] = tuple(PROBES)) -> dict[str, bool]:
@@ -132,16 +76,6 @@ def provider_refusal(provider: str, options: Mapping[str, str] | None = None) ->
     if provider not in runtime.providers:
         return f"{runtime.distribution} {runtime.version} was built without it"
     return _provider_refusal(provider, tuple(sorted((options or {}).items())))
-
-
-def _doubled(found: dict[str, str]) -> str:
-    listed = ", ".join(f"{name} {version}" for name, version in found.items())
-    keep = next(iter(found))
-    install = f'"ort-accel[{EXTRAS[keep]}]"' if keep in EXTRAS else keep
-    return (
-        f"{len(found)} ONNX Runtimes are installed ({listed}) and overwrite each other's files; keep one: "
-        f"`pip uninstall -y {' '.join(found)}` and then `pip install {install}`"
-    )
 
 
 @cache

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ort_accel.cli import environment
 from ort_accel.cli.main import app
-from ort_accel.runtime import installed_ort
+from ort_accel.runtime import installed_ort, ort_distributions
 
 real_version = importlib.metadata.version
 runner = CliRunner()
@@ -50,7 +50,7 @@ def test_json_holds_the_same_for_machines():
 
 
 def test_a_missing_runtime_is_said_with_its_command(pretend):
-    pretend(dict.fromkeys(installed_ort.DISTRIBUTIONS))
+    pretend(dict.fromkeys(ort_distributions.DISTRIBUTIONS))
     result = runner.invoke(app, ["env"])
     assert result.exit_code == 1
     assert 'pip install "ort-accel[training]"' in result.stdout
@@ -58,7 +58,9 @@ def test_a_missing_runtime_is_said_with_its_command(pretend):
 
 
 def test_a_doubled_runtime_is_said_with_its_command(pretend):
-    pretend({**dict.fromkeys(installed_ort.DISTRIBUTIONS), "onnxruntime": "1.31.1", "onnxruntime-training": "1.19.2"})
+    pretend(
+        {**dict.fromkeys(ort_distributions.DISTRIBUTIONS), "onnxruntime": "1.31.1", "onnxruntime-training": "1.19.2"}
+    )
     result = runner.invoke(app, ["env", "--json"])
     [blocker] = json.loads(result.stdout)["blockers"]
     assert result.exit_code == 1

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ort_accel.errors import RuntimeMissingError
-from ort_accel.runtime import installed_ort
+from ort_accel.runtime import installed_ort, ort_distributions
 from ort_accel.runtime.kernel_probes import FUSED, PROBES, RECENT, TRAINING
 
 real_version = importlib.metadata.version
@@ -23,7 +23,7 @@ def install(monkeypatch):
         installed = {name.replace("_", "-"): version for name, version in versions.items()}
 
         def version(name: str) -> str:
-            if name not in installed_ort.DISTRIBUTIONS:
+            if name not in ort_distributions.DISTRIBUTIONS:
                 return real_version(name)
             if name not in installed:
                 raise importlib.metadata.PackageNotFoundError(name)
@@ -100,7 +100,7 @@ def test_no_runtime_names_the_extra_to_install(install):
 
 @pytest.mark.parametrize(("python", "extra"), [((3, 11), "training"), ((3, 12), "training"), ((3, 13), "cpu")])
 def test_only_extras_that_exist_for_a_version_of_python_are_named(python, extra):
-    said = str(installed_ort.none_installed(python))
+    said = str(ort_distributions.none_installed(python))
     assert f'for Python 3.{python[1]} install one with `pip install "ort-accel[{extra}]"`' in said
     assert ("training" in said) == (python < (3, 13))
     assert ("training-gpu" in said) == (python < (3, 12))
@@ -109,8 +109,8 @@ def test_only_extras_that_exist_for_a_version_of_python_are_named(python, extra)
 WITHOUT = """
 import sys
 sys.modules["onnxruntime"] = None
-from ort_accel.runtime import flavor
-flavor.DISTRIBUTIONS = ()
+from ort_accel.runtime import ort_distributions
+ort_distributions.DISTRIBUTIONS = ()
 {code}
 """
 
