@@ -1,4 +1,4 @@
-"""The ONNX Runtime kernels whose presence decides how a graph is lowered, each with the smallest node that runs it."""
+"""Probes for the ONNX Runtime kernels that decide how a graph is lowered: each is the smallest node that runs one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MICROSOFT = "com.microsoft"
 
 @dataclass(frozen=True)
 class Sample:
-    """One input of a probe: an array of this shape that holds one value."""
+    """One input of a probe: an array of this shape, filled with one value."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
     value: float = 1
 
     def array(self) -> numpy.ndarray[Any, Any]:
-        """The input itself."""
+        """Returns the array."""
         import numpy
 
         return numpy.full(self.shape, self.value, self.dtype)
@@ -30,7 +30,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Probe:
-    """One node with small inputs. A runtime that loads and runs it has the kernel."""
+    """A node with small inputs. A runtime that loads and runs it has the kernel."""
 
     op: str
     inputs: tuple[Sample, ...]
@@ -39,19 +39,19 @@ class Probe:
     """The element type of each output."""
     domain: str
     version: int
-    """The operator set, of its domain, that the node is written for."""
+    """The version of the domain's operator set."""
 
     @property
     def name(self) -> str:
-        """The operator with its domain, as it is named everywhere: `com.microsoft.GatherGrad`."""
+        """The operator with its domain, such as `com.microsoft.GatherGrad`."""
         return f"{self.domain or 'ai.onnx'}.{self.op}"
 
     def feeds(self) -> dict[str, numpy.ndarray[Any, Any]]:
-        """The inputs by name."""
+        """Returns the inputs by name."""
         return {f"in{index}": sample.array() for index, sample in enumerate(self.inputs)}
 
     def model(self) -> onnx.ModelProto:
-        """The node as a model. Its IR version is an old one, which every runtime loads."""
+        """Returns the node as a model, with an old IR version that every runtime loads."""
         from onnx import helper
 
         inputs = [
@@ -140,12 +140,12 @@ _RECENT = (
 )
 
 TRAINING = tuple(probe.name for probe in _TRAINING)
-"""Gradients and losses, which only the training builds have."""
+"""Kernels of gradients and losses, which only training builds have."""
 
 FUSED = tuple(probe.name for probe in _FUSED)
-"""Several operators in one, outside of the ONNX standard."""
+"""Fused kernels outside of the ONNX standard."""
 
 RECENT = tuple(probe.name for probe in _RECENT)
-"""Operators of recent ONNX operator sets."""
+"""Kernels of operators in recent ONNX operator sets."""
 
 PROBES = {probe.name: probe for probe in (*_TRAINING, *_FUSED, *_RECENT)}

@@ -15,7 +15,7 @@ import ort_accel
 from ort_accel.reporting import Reason, Report
 from ort_accel.runtime import crash_journal
 from ort_accel.runtime.crash_journal import CrashJournal, EndedBefore
-from ort_accel.runtime.crash_page import leave_pages
+from ort_accel.runtime.crash_page import detach_pages
 from ort_accel.runtime.lock_files import FOREIGN_SECONDS, machine
 from ort_accel.runtime.model_cache import ModelKeys
 from ort_accel.runtime.session import Session
@@ -140,16 +140,16 @@ def test_what_others_end_is_no_sign_nor_is_an_end_between_two_runs(tmp_path):
 
 def test_nothing_stays_of_a_run_that_went_well_or_raised(tmp_path):
     attempt = CrashJournal(tmp_path, KEYS, Report()).attempt(b"model", "part")
-    with attempt.watched():
+    with attempt.first_use():
         assert len(marks(tmp_path)) == 1
-    with pytest.raises(RuntimeError), attempt.watched():
+    with pytest.raises(RuntimeError), attempt.first_use():
         raise RuntimeError
     assert marks(tmp_path) == []
 
 
 def test_what_another_process_is_doing_just_now_is_no_sign(tmp_path):
     report = Report()
-    with CrashJournal(tmp_path, KEYS, report).attempt(b"model", "part").watched():
+    with CrashJournal(tmp_path, KEYS, report).attempt(b"model", "part").first_use():
         CrashJournal(tmp_path, KEYS, report).attempt(b"model", "part")
     assert report.notes == []
 
@@ -207,7 +207,7 @@ def disk(tmp_path):
         return folder
 
     yield mount
-    leave_pages()
+    detach_pages()
     if folder.is_mount():
         subprocess.run(["umount", str(folder)], check=True)
     assert not folder.is_mount()
@@ -226,7 +226,7 @@ def test_a_full_disk_is_said_and_trained_with(disk, options):
 def test_a_disk_that_can_only_be_read_serves_what_it_has(disk):
     folder = disk("size=4m")
     made = train_once(folder)[0].counters["cache misses"]
-    leave_pages()
+    detach_pages()
     disk("remount,ro")
     report, expected, got = train_once(folder)
     torch.testing.assert_close(got, expected)

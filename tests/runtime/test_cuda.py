@@ -62,7 +62,7 @@ def test_a_trial_leaves_nothing_to_the_cpu(cuda_device):
     session(ONE)
     assert cuda_device.sessions[-1]["providers"][1:] == ["CPUExecutionProvider"]
     assert not cuda_device.sessions[-1]["whole"]
-    session(ONE, whole=True)
+    session(ONE, refuse_cpu_nodes=True)
     assert cuda_device.sessions[-1]["providers"][1:] == []
     assert cuda_device.sessions[-1]["whole"]
 
@@ -72,7 +72,7 @@ def test_on_one_stream_a_run_waits_for_nothing(cuda_device):
     (given,) = run([to_ort(torch.arange(3.0))])
     assert given.tolist() == [0, -1, -2]
     assert cuda_device.current.waited_for == []
-    assert run._options.get_run_config_entry(cuda.NOT_SYNCHRONIZED) == "1"
+    assert run._options.get_run_config_entry(cuda.DISABLE_SYNCHRONIZATION) == "1"
 
 
 def test_a_session_that_is_dropped_waits_for_its_work_to_end(cuda_device):
@@ -102,7 +102,7 @@ def test_so_it_does_when_a_run_fails(cuda_device):
 def test_a_run_on_the_cpu_is_waited_for():
     run = Session(model(), ["x"], ["y"], SessionSettings(threads=1))
     with pytest.raises(RuntimeError):
-        run._options.get_run_config_entry(cuda.NOT_SYNCHRONIZED)
+        run._options.get_run_config_entry(cuda.DISABLE_SYNCHRONIZATION)
 
 
 def test_memory_comes_from_pytorch_and_goes_back(monkeypatch):
