@@ -1,7 +1,7 @@
-"""A `MasterWeightOptimizer` in a loop that Accelerate drives, where `accelerator.backward` computes the gradients.
+"""The connection of a `MasterWeightOptimizer` to an Accelerator, whose `backward` computes the gradients.
 
-The only file that touches Accelerate: `accelerator.scaler`, which scales the loss, unscales gradients and takes steps,
-and `accelerator.clip_grad_norm_`. Checked on accelerate 1.15.
+This is the only file of the room that touches Accelerate: `accelerator.scaler`, which scales the loss, unscales
+gradients and takes steps, and `accelerator.clip_grad_norm_`. Checked on accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ort_accel.optim.master_weights import MasterWeightOptimizer
 
 
 class _Scaler:
-    """The part of `torch.amp.GradScaler` that Accelerate and Trainer call, by the optimizer's own loss scale."""
+    """The methods of `torch.amp.GradScaler` that Accelerate and Trainer call, on the optimizer's own loss scale."""
 
     def __init__(self, optimizer: MasterWeightOptimizer) -> None:
         self.optimizer = optimizer
@@ -27,13 +27,13 @@ class _Scaler:
         self.optimizer.unscale_()
 
     def step(self, optimizer: Any, closure: Any = None) -> Any:
-        # Accelerate knows a skipped step by a `step` that was not called.
+        # Accelerate detects a skipped step by the call of `step` that is missing.
         if self.optimizer.unscale_():
             return optimizer.step(closure)
         return self.optimizer.skip()
 
     def update(self) -> None:
-        """The scale has been updated by the step."""
+        """Do nothing: the step has updated the scale."""
 
     def get_scale(self) -> float:
         return self.optimizer.loss_scale.scale
@@ -42,15 +42,15 @@ class _Scaler:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the scale is part of the optimizer's state."""
+        """Returns nothing: the scale is part of the optimizer's state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load."""
+        """Do nothing."""
 
 
 def connect(accelerator: Any, optimizer: MasterWeightOptimizer) -> None:
-    """Let an Accelerator scale its losses, clip and step by this optimizer. Call it before `accelerator.prepare`."""
+    """Let an Accelerator scale losses, clip and step with this optimizer. Call it before `accelerator.prepare`."""
     if accelerator.scaler is not None and not isinstance(accelerator.scaler, _Scaler):
         raise OptimizerError(
             f"this Accelerator has a {type(accelerator.scaler).__name__} (mixed_precision="
@@ -59,7 +59,7 @@ def connect(accelerator: Any, optimizer: MasterWeightOptimizer) -> None:
         )
 
     def clip_grad_norm_(_: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip all gradients of the optimizer, on its fp32 copies, whichever of its parameters are named."""
+        """Clip the gradients of all fp32 copies, whichever parameters are given."""
         return optimizer.clip_grad_norm_(max_norm, norm_type)
 
     accelerator.scaler = _Scaler(optimizer)

@@ -172,7 +172,7 @@ def test_a_large_parameter_is_converted_in_parts(monkeypatch):
     params = parameters((9, 7), (30,), (5, 5), dtype=torch.bfloat16)
     whole, grads = clones(params), gradients(params, 5)
     train(FusedAdam(whole, fp32_state=True, **HYPER), whole, grads)
-    monkeypatch.setattr(adam_update, "_COPIED_AT_ONCE", 40)
+    monkeypatch.setattr(adam_update, "_MAX_COPIED_ELEMENTS", 40)
     train(FusedAdam(params, fp32_state=True, **HYPER), params, grads)
     assert all(torch.equal(a, b) for a, b in zip(params, whole, strict=True))
 

@@ -1,7 +1,7 @@
-"""The slow checks in optimizers that DeepSpeed, Apex and Megatron make, replaced where equal results are shown.
+"""Replacement of slow overflow checks and norms in the optimizers of DeepSpeed, Apex and Megatron.
 
-An optimizer is known by what it can do, not by a version. Each method is tried against the original on made-up
-gradients before it is replaced; where an answer differs the original stays, and the reason is told.
+An optimizer is recognized by its methods, not by a version. Each replacement is compared with the original on synthetic
+gradients first. If a result differs, the original stays, and the reason is returned.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FINDERS = (deepspeed.find, apex.find, megatron.find)
 
 @dataclass(frozen=True)
 class Replaced:
-    """Which methods were replaced in a framework's optimizer, and which were not and why."""
+    """The methods that were replaced in a framework's optimizer, and the reasons why others were not."""
 
     maker: str
     methods: tuple[str, ...] = ()
@@ -25,9 +25,9 @@ class Replaced:
 
 
 def replace_checks(optimizer: Any) -> Replaced | None:
-    """Replace the slow checks of a framework's optimizer, in place. None if no framework that is known made it.
+    """Replace the slow checks of a framework's optimizer, in place. Returns None if no known framework made it.
 
-    An optimizer inside Accelerate's wrapper is found. With several processes, all of them must call this.
+    An optimizer inside Accelerate's wrapper is found, too. With several processes, all of them must call this.
     """
     found = _find(optimizer)
     if found is None:
@@ -47,7 +47,7 @@ def replace_checks(optimizer: Any) -> Replaced | None:
 
 
 def maker_of(optimizer: Any) -> str | None:
-    """The framework that made an optimizer, or one inside it; None if none that is known did."""
+    """Returns the framework that made an optimizer or one inside it; None if it is unknown."""
     found = _find(optimizer)
     return None if found is None else found.maker
 
