@@ -3,7 +3,7 @@
 This is the only file that touches Megatron. Two interfaces are recognized by their methods. Megatron's first
 FP16_Optimizer has `loss_scaler.has_overflow_serial`. Its later optimizers have fp32 main gradients: `clip_grad_norm`,
 `get_main_grads_for_grad_norm`, `get_parameters`, and the group of `get_grad_stats_parallel_group` or
-`get_model_parallel_group`. The file follows Megatron's published source, and is tested on objects with these interfaces.
+`get_model_parallel_group`. The file follows Megatron's published source, and is tested on objects with these methods.
 """
 
 from __future__ import annotations
