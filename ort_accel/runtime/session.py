@@ -31,7 +31,7 @@ SHRINKAGE, CPU_POOL = "memory.enable_memory_arena_shrinkage", "cpu:0"
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """How sessions run; the same for all segments of a model."""
+    """Settings of the sessions of a model."""
 
     threads: int
     optimize: bool = True

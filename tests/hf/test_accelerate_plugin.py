@@ -22,7 +22,7 @@ PRODUCTS = {"compute": {"attention": "products"}}
 @pytest.fixture(autouse=True)
 def fresh_accelerate(monkeypatch):
     """accelerate shares its state among all Accelerators of a process, and the launch marks the process."""
-    monkeypatch.setattr(ORTAccelPlugin, "of_the_launch", None)
+    monkeypatch.setattr(ORTAccelPlugin, "launch_config", None)
     monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
@@ -136,7 +136,7 @@ def test_under_a_launch_every_accelerator_is_reached(launched, tmp_path):
     launched(yaml(tmp_path, "compute: {attention: products}"))
     model, _ = train(Accelerator(cpu=True))
     assert engine.config_of(model) == ort_accel.load_config(PRODUCTS)
-    assert ORTAccelPlugin.of_the_launch == ort_accel.load_config(PRODUCTS)
+    assert ORTAccelPlugin.launch_config == ort_accel.load_config(PRODUCTS)
 
 
 def test_a_plugin_in_a_launched_script_goes_before_the_launch(launched):
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_either_side_resumes_on_the_other(launched, tmp_path, mo
     first = trainer_of(Trainer, tmp_path)
     first.train()
     if writer == "launched":
-        monkeypatch.setattr(ORTAccelPlugin, "of_the_launch", None)
+        monkeypatch.setattr(ORTAccelPlugin, "launch_config", None)
     else:
         launched()
     second = trainer_of(Trainer, tmp_path, steps=4)

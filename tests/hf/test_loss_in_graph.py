@@ -71,7 +71,7 @@ def test_rows_without_a_label_are_not_computed(tmp_path):
 
 def test_the_loss_is_among_the_outputs_where_ddp_looks_for_it():
     model = ort_accel.accelerate(bert())
-    loss = OutsideLoss(SmoothedLoss(0.1, -100, shifted=False), (torch.tensor([0, 1]), None))
+    loss = OutsideLoss(SmoothedLoss(0.1, -100, is_shifted=False), (torch.tensor([0, 1]), None))
     with engine.together_with(model, loss):
         outputs = model(input_ids=torch.ones(2, 4, dtype=torch.long))
     assert outputs["loss"] is loss.value

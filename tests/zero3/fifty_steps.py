@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import T5Config, T5ForConditionalGeneration
 
 import ort_accel
-from ort_accel.hf.deepspeed_hooks import move_hooks_out_of
+from ort_accel.hf.deepspeed_hooks import move_hooks_to_engine
 from ort_accel.run import end
 from ort_accel.subscribers import SubscriberManager, ZeROOffloadSubscriber
 from tests.zero3 import zero_worker
@@ -46,7 +46,7 @@ def with_deepspeed(build, rank, mine, stage, **zero):
         SubscriberManager().subscribe(model, [ZeROOffloadSubscriber(engine, QUIET)])
     elif mine:
         ort_accel.accelerate(model, QUIET)
-        move_hooks_out_of(model, (engine,))
+        move_hooks_to_engine(model, (engine,))
     losses = zero_worker.train(engine, rank, STEPS)
     weights = zero_worker.weights(model) if stage == 3 else model.state_dict()
     return model, losses, weights

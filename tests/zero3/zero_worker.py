@@ -20,7 +20,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 import ort_accel
 from ort_accel.compiler.layer_by_layer import layers_of
-from ort_accel.hf.deepspeed_hooks import move_hooks_out_of
+from ort_accel.hf.deepspeed_hooks import move_hooks_to_engine
 from ort_accel.run import end
 from ort_accel.subscribers import SubscriberManager, ZeROOffloadSubscriber
 from ort_accel.zero3 import activate, deepspeed_interfaces, live_parameters
@@ -191,7 +191,7 @@ def whole_model(rank, stage):
             model = engine.module
             if side == "mine":
                 ort_accel.accelerate(model, QUIET)
-                move_hooks_out_of(model, (engine,))
+                move_hooks_to_engine(model, (engine,))
             found[side] = train(engine, rank)
         else:
             model = one_layer()
