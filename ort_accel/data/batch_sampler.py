@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from torch.utils.data import Sampler
 
@@ -41,16 +40,16 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         return self._progress.remaining(self._batches())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Returns the position in the epoch, counted in batches, as plain data."""
         return self._progress.state_dict(self._identity())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from a state: the next iteration gives the remaining batches of its epoch."""
         self._progress.load_state_dict(state, self._identity())
         self.sampler.set_epoch(self._progress.epoch)
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
         return {**self.sampler.identity(), "drop_last_batches": self.drop_last}
 
     def _batches(self) -> list[list[int]]:

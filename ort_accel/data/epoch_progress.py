@@ -32,11 +32,11 @@ class EpochProgress:
             self.done += 1
             yield item
 
-    def state_dict(self, identity: Mapping[str, Any]) -> dict[str, Any]:
+    def state_dict(self, identity: Mapping[str, object]) -> dict[str, object]:
         """Returns a state for `load_state_dict`, which will require the same `identity`."""
         return {"epoch": self.epoch, "done": self.done, **identity}
 
-    def load_state_dict(self, state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], identity: Mapping[str, object]) -> None:
         """Continue from a state. Raises if it belongs to other samples or rules."""
         missing = {"epoch", "done", *identity} - set(state)
         if missing:

@@ -95,15 +95,15 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         indices: list[int] = self.rounds()[:, rank].tolist()
         return indices
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Returns the position in the epoch, counted in samples, as plain data."""
         return self._progress.state_dict(self.identity())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from a state: the next iteration gives the remaining samples of its epoch."""
         self._progress.load_state_dict(state, self.identity())
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Returns the settings that must be equal for a state to mean the same samples."""
         costs = hashlib.sha256(self.costs.numpy().tobytes()).hexdigest()[:16]
         return {**asdict(self.rules), "samples": len(self.costs), "costs": costs}

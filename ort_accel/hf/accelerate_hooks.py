@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
 from weakref import WeakSet
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, extract_model_from_parallel, model_has_dtensor
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ort_accel import engine
 from ort_accel.capture.dynamic_shapes import Foreseen
@@ -47,7 +47,7 @@ def hook_accelerators(config_of: ConfigOf) -> None:
             _wrap(name, _prepare_together)
 
 
-def _wrap(name: str, wrapper: Callable[..., Any]) -> None:
+def _wrap(name: str, wrapper: Callable[..., object]) -> None:
     original = getattr(Accelerator, name, None)
     if original is None:
         raise OrtAccelError(
@@ -55,7 +55,7 @@ def _wrap(name: str, wrapper: Callable[..., Any]) -> None:
         )
 
     @functools.wraps(original)
-    def method(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Accelerator, *args: object, **kwargs: object) -> object:
         config = getattr(self, _HOOKED)(self)
         if config is None or not config.engine.enabled:
             return original(self, *args, **kwargs)
@@ -69,8 +69,8 @@ def _prepare_model(
     config: Config,
     original: Callable[..., nn.Module],
     model: nn.Module,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> nn.Module:
     """Let accelerate move and wrap a model, then accelerate the inner model."""
     _refuse_device(accelerator)
@@ -82,10 +82,14 @@ def _prepare_model(
 
 
 def _prepare_data_loader(
-    accelerator: Accelerator, _: Config, original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any
-) -> Any:
+    accelerator: Accelerator,
+    _: Config,
+    original: Callable[..., DataLoader[object]],
+    *args: object,
+    **kwargs: object,
+) -> DataLoader[object]:
     """Let accelerate prepare a data loader, then tell the models the shapes of its batches."""
-    prepared = original(loader, *args, **kwargs)
+    prepared = original(*args, **kwargs)
     _share_shapes(accelerator, shapes_of_batches(prepared))
     return prepared
 
@@ -99,7 +103,9 @@ def _share_shapes(accelerator: Accelerator, shapes: Foreseen, *models: nn.Module
         engine.foresee(model, known)
 
 
-def _prepare_together(accelerator: Accelerator, config: Config, original: Callable[..., Any], *objects: Any) -> Any:
+def _prepare_together(
+    accelerator: Accelerator, config: Config, original: Callable[..., tuple[object, ...]], *objects: object
+) -> tuple[object, ...]:
     """Let accelerate prepare a model and its optimizer together, in place, then accelerate the model."""
     _refuse_device(accelerator)
     prepared = original(*objects)

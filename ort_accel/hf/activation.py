@@ -39,7 +39,7 @@ def usable_config(source: ConfigSource) -> Config:
     return config
 
 
-def activate(model: nn.Module, config: Config, optimizer: Any = None, earlier: ModelCall | None = None) -> None:
+def activate(model: nn.Module, config: Config, optimizer: object = None, earlier: ModelCall | None = None) -> None:
     """Run a model as the configuration says, in place. A second call changes nothing.
 
     The model takes over the compiled code of `earlier` if both are of the same kind. Under ZeRO stage 3 nothing is done

@@ -19,14 +19,16 @@ MAX_BATCHES, MAX_SAMPLES = 32, 1024
 """The most batches and samples that are read."""
 
 
-def shapes_of_batches(loader: Any, steps: int | None = None) -> Foreseen:
+def shapes_of_batches(loader: object, steps: int | None = None) -> Foreseen:
     """Returns which sizes of a loader's batches will vary. `steps` is the number of batches to be taken, if known."""
-    batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    if not isinstance(loader, DataLoader):
+        return Foreseen()
+    batches = loader.batch_sampler
     size = getattr(batches, "batch_size", None)
     if not size:
         return Foreseen()
     try:
-        count = len(loader.dataset)
+        count = len(loader.dataset)  # type: ignore[arg-type]
     except TypeError:  # an iterable dataset has no length
         return Foreseen()
     reaches_the_last = steps is None or steps >= len(loader)
@@ -37,12 +39,12 @@ def shapes_of_batches(loader: Any, steps: int | None = None) -> Foreseen:
     )
 
 
-def _pads_last_batch(batches: Any) -> bool:
+def _pads_last_batch(batches: object) -> bool:
     """True if accelerate fills the last batches of several processes with samples from the beginning."""
     return getattr(batches, "num_processes", 1) > 1 and bool(getattr(batches, "even_batches", False))
 
 
-def _lengths_differ(dataset: Any, collate: Any, size: int) -> bool:
+def _lengths_differ(dataset: Any, collate: object, size: int) -> bool:
     """True if batches in the order of the dataset, each padded to its longest sample, differ in length."""
     collate = getattr(collate, "data_collator", collate)  # a Trainer wraps it to remove columns
     if getattr(collate, "padding", True) in (False, "max_length"):
@@ -73,5 +75,5 @@ def _sequence_columns(names: Iterable[str]) -> list[str]:
     return [name for name in names if name in SEQUENCE_COLUMNS or name.endswith("_ids")]
 
 
-def _has_length(value: Any) -> TypeGuard[Sized]:
+def _has_length(value: object) -> TypeGuard[Sized]:
     return isinstance(value, Sequence) or getattr(value, "ndim", 0) == 1

@@ -49,7 +49,7 @@ class ORTAccelCallback(TrainerCallback):
         self.metrics = StepMetrics()
         extend_trainer(ORTAccelCallback)
 
-    def start(self, args: TrainingArguments, model: nn.Module, optimizer: Any = None) -> None:
+    def start(self, args: TrainingArguments, model: nn.Module, optimizer: object = None) -> None:
         """Activate the model of a Trainer; a model that runs as configured does not change."""
         if self.config.engine.enabled and args.n_gpu > 1:
             raise OrtAccelError(
@@ -64,11 +64,11 @@ class ORTAccelCallback(TrainerCallback):
         activate(model, self.config, optimizer, self._call)
         self._call = call_of(model)
 
-    def on_init_end(self, args: TrainingArguments, *_: Any, **named: Any) -> None:
+    def on_init_end(self, args: TrainingArguments, *_: object, **named: Any) -> None:
         """Activate the model, so that evaluation without training runs on ONNX Runtime, too."""
         self.start(args, named["model"])
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **named: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: object, **named: Any) -> None:
         """Activate the model, which `model_init` may have replaced, and configure everything else for the training."""
         self.start(args, named["model"], named.get("optimizer"))
         steps = state.max_steps * args.gradient_accumulation_steps
@@ -92,7 +92,7 @@ class ORTAccelCallback(TrainerCallback):
         if path is not None:
             self._file = report_file_of(named["model"]) or ReportFile(report, path)
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         """Remove everything that watches the model, and write the report."""
         self._stop_step_in_backward()
         if self._activations is not None:
@@ -110,11 +110,11 @@ class ORTAccelCallback(TrainerCallback):
             self._step_in_backward.remove()
             self._step_in_backward = None
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
+    def on_step_begin(self, *_: object, **__: object) -> None:
         """Start the timer of an optimizer step."""
         self.metrics.begin_step()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:  # noqa: ARG002
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:  # noqa: ARG002
         """Stop the timer."""
         self.metrics.end_step(state.global_step)
 

@@ -10,11 +10,14 @@ from typing import Any
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+Trial = Any
+"""A trial of a hyperparameter search, of any backend; None outside of a search."""
+
 UNFINISHED_FOLDER = "_saving"
 """The folder for unfinished checkpoints, which resuming and uploads ignore."""
 
 
-def save_atomically(trainer: Trainer, save: Callable[[], None], trial: Any) -> None:
+def save_atomically(trainer: Trainer, save: Callable[[], None], trial: Trial) -> None:
     """Let a Trainer save a checkpoint, so that a killed process leaves no incomplete one.
 
     `save` is the Trainer's own method. Rotation and upload follow the renaming.

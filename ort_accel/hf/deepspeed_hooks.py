@@ -6,8 +6,11 @@ from typing import Any
 
 from torch import nn
 
+Engine = Any
+"""DeepSpeed's engine, which has no types."""
 
-def move_hooks_to_engine(model: nn.Module, prepared: tuple[Any, ...]) -> None:
+
+def move_hooks_to_engine(model: nn.Module, prepared: tuple[Engine, ...]) -> None:
     """Move timers and casts from the model to DeepSpeed's engine, since hooks on the model would break its graph."""
     for engine in prepared:
         if getattr(engine, "module", None) is model and hasattr(engine, "_forward_prologue"):
@@ -17,9 +20,9 @@ def move_hooks_to_engine(model: nn.Module, prepared: tuple[Any, ...]) -> None:
             engine.register_forward_hook(_after_forward)
 
 
-def _before_forward(engine: Any, args: Any, kwargs: Any) -> Any:
+def _before_forward(engine: Engine, args: object, kwargs: object) -> object:
     return engine._forward_prologue(args, kwargs)
 
 
-def _after_forward(engine: Any, *_: Any) -> None:
+def _after_forward(engine: Engine, *_: object) -> None:
     engine._forward_epilogue()

@@ -96,7 +96,7 @@ def lengths_of(samples: Any, trainer: Trainer) -> Sequence[int]:
         ) from error
 
 
-def record_load_balancing(report: Report, config: Config, loader: Any, world_size: int) -> None:
+def record_load_balancing(report: Report, config: Config, loader: object, world_size: int) -> None:
     """Report the effect of load balancing. Raises if it is configured and the data loader has another sampler."""
     if not config.distributed.load_balancing.enabled:
         return
@@ -125,7 +125,7 @@ def record_load_balancing(report: Report, config: Config, loader: Any, world_siz
     )
 
 
-def _order_of(loader: Any) -> StepOrder | None:
+def _order_of(loader: object) -> StepOrder | None:
     """Returns the `StepOrder` inside the samplers of a data loader."""
     sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
     while sampler is not None and not isinstance(sampler, StepOrder):

@@ -25,6 +25,10 @@ from ort_accel.errors import OrtAccelError
 
 FEATURE = "compute.loss_in_graph"
 
+Inputs = Mapping[str, Any]
+Count = Tensor | int | None
+"""The number of labels by which a sum of losses is divided; without it the loss is a mean."""
+
 
 @dataclass(frozen=True)
 class SmoothedLoss:
@@ -35,7 +39,7 @@ class SmoothedLoss:
     is_shifted: bool
     """True if each row predicts the label of the next row."""
 
-    def __call__(self, outputs: Any, labels: Tensor, count: Tensor | int | None) -> Tensor:
+    def __call__(self, outputs: Any, labels: Tensor, count: Count) -> Tensor:
         """Returns the mean over labels that are not ignored; with a `count`, their sum divided by it."""
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
         if self.is_shifted:
@@ -55,13 +59,13 @@ class CustomLoss:
 
     function: Callable[..., Tensor]
 
-    def __call__(self, outputs: Any, labels: Tensor, count: Tensor | int | None) -> Tensor:
+    def __call__(self, outputs: Any, labels: Tensor, count: Count) -> Tensor:
         """Call the function as the Trainer does."""
         return self.function(outputs, labels, num_items_in_batch=count)
 
 
 @contextmanager
-def loss_in_graph(trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], count: Any) -> Iterator[None]:
+def loss_in_graph(trainer: Trainer, model: nn.Module, inputs: Inputs, count: Count) -> Iterator[None]:
     """While the context is entered, the model's call in a training step also computes the Trainer's loss."""
     inner = _unwrapped(model)
     config = engine.config_of(inner)
@@ -77,7 +81,7 @@ def loss_in_graph(trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any],
         return
     loss = OutsideLoss(_compilable(trainer, inner, original), (labels, count))
 
-    def computed(outputs: Any, *args: Any, **named: Any) -> Tensor:
+    def computed(outputs: Any, *args: object, **named: object) -> Tensor:
         if loss.value is None:  # the model was not called in one piece
             _refuse(inner, "the model was not called as a whole", config.compute.loss_in_graph is True)
             return original(outputs, *args, **named)  # type: ignore[no-any-return]
@@ -100,7 +104,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _refusal(model: nn.Module, inner: nn.Module, original: Any, inputs: Mapping[str, Any]) -> str:
+def _refusal(model: nn.Module, inner: nn.Module, original: Callable[..., Tensor], inputs: Inputs) -> str:
     """Returns why the loss stays outside of the graph; empty if it can be inside."""
     if inputs.get("labels") is None:
         return "the batch has no labels"

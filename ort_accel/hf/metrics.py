@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -80,7 +79,7 @@ class StepMetrics:
         """Start the timer of an optimizer step."""
         self._start = time.perf_counter()
 
-    def count_tokens(self, inputs: Mapping[str, Any]) -> None:
+    def count_tokens(self, inputs: Mapping[str, object]) -> None:
         """Count the tokens and labels of a batch."""
         ids, mask, labels = (inputs.get(name) for name in ("input_ids", "attention_mask", "labels"))
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:

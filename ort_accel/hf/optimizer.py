@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transformers import Trainer, TrainingArguments
 
@@ -21,6 +21,7 @@ from ort_accel.optim.modifiers import replace_checks
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
     _Trainer = Trainer
     _Arguments = TrainingArguments
@@ -62,7 +63,7 @@ class BuildsOptimizer(_Trainer):
         """Returns the parameters with weight decay; for FusedAdam those of `ort_accel.optim.decay_groups`."""
         return decayed(model) if self._wants_fused_adam() else super().get_decay_parameter_names(model)
 
-    def create_optimizer(self, model: Any = None) -> Any:
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Build the optimizer; the groups, and everything else about it, are made by transformers."""
         if self.optimizer is None and self._wants_fused_adam():
             self.optimizer_cls_and_kwargs = self._fused_adam()
@@ -76,12 +77,12 @@ class BuildsOptimizer(_Trainer):
                 )
             self.optimizer = with_fp32_weights(built, self.ort_config.optimizer)
             connect(self.accelerator, self.optimizer)
-        return self.optimizer
+        return self.optimizer  # type: ignore[return-value]
 
     def _wants_fused_adam(self) -> bool:
         return self.ort_config.optimizer.name == OPTIM or self.args.optim == OPTIM
 
-    def _fused_adam(self) -> tuple[type[FusedAdam], dict[str, Any]]:
+    def _fused_adam(self) -> tuple[type[FusedAdam], dict[str, object]]:
         given = self.optimizer_cls_and_kwargs
         if given is not None and given[0] is not FusedAdam:
             raise OrtAccelError(
@@ -96,7 +97,7 @@ class BuildsOptimizer(_Trainer):
         }
 
 
-def check_optimizer(optimizer: Any, model: nn.Module, config: Config) -> None:
+def check_optimizer(optimizer: object, model: nn.Module, config: Config) -> None:
     """Check a Trainer's optimizer against the configuration, replace its slow checks, and report the result."""
     chain = _chain(optimizer)
     present = type(chain[-1]).__name__ if chain else "no optimizer"
@@ -128,13 +129,13 @@ def check_optimizer(optimizer: Any, model: nn.Module, config: Config) -> None:
             report.refused("optimizer.fp16.replace_checks", reason)
 
 
-def fused_adam_in(optimizer: Any) -> FusedAdam | None:
+def fused_adam_in(optimizer: object) -> FusedAdam | None:
     """Returns the optimizer itself or the one inside it that is a FusedAdam; None without one."""
     return next((each for each in _chain(optimizer) if isinstance(each, FusedAdam)), None)
 
 
 def step_in_backward_if_configured(
-    args: TrainingArguments, optimizer: Any, model: nn.Module, config: Config
+    args: TrainingArguments, optimizer: object, model: nn.Module, config: Config
 ) -> StepInBackward | None:
     """Let a Trainer's optimizer update parameters within the backward, if `optimizer.step_in_backward` is true."""
     if not config.optimizer.step_in_backward:
@@ -164,7 +165,7 @@ def _needs_of_all_gradients(args: TrainingArguments) -> list[str]:
     return found
 
 
-def _replace_checks(optimizer: Any, switch: Switch, effects: dict[str, str]) -> str:
+def _replace_checks(optimizer: object, switch: Switch, effects: dict[str, str]) -> str:
     """Replace a framework's slow checks. Returns why none of its checks were replaced; empty otherwise."""
     if switch is False:
         return ""
@@ -179,7 +180,7 @@ def _replace_checks(optimizer: Any, switch: Switch, effects: dict[str, str]) -> 
     return "" if replaced.methods else reasons
 
 
-def _chain(optimizer: Any) -> list[Any]:
+def _chain(optimizer: object) -> list[object]:
     """Returns an optimizer, the one inside it, and so on."""
     found = []
     while optimizer is not None:

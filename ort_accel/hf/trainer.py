@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils.data import Dataset, Sampler
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from ort_accel.config import Config
@@ -41,7 +42,7 @@ class _OnOnnxRuntime(BuildsOptimizer):
             self.add_callback(callback)
             callback.on_init_end(self.args, model=self.model)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+    def _get_train_sampler(self, train_dataset: Dataset[object] | None = None) -> Sampler[int] | None:
         sampler = load_balanced_order(self, self.ort_config, train_dataset)
         return super()._get_train_sampler(train_dataset) if sampler is None else sampler
 

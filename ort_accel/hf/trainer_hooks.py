@@ -10,21 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
+from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler
 
 from ort_accel import engine
-from ort_accel.hf.checkpoint import save_atomically
+from ort_accel.hf.checkpoint import Trial, save_atomically
 from ort_accel.hf.companions import on_companions, remember_trainer
-from ort_accel.hf.loss_in_graph import loss_in_graph
+from ort_accel.hf.loss_in_graph import Count, Inputs, loss_in_graph
 
 
 class TrainerEvents(Protocol):
     """The interface of a callback that the extensions call."""
 
-    def on_batch(self, model: Any, inputs: Mapping[str, Any]) -> None:
+    def on_batch(self, model: nn.Module | None, inputs: Inputs) -> None:
         """Called with each batch before the model is trained on it."""
 
     @property
@@ -34,7 +35,7 @@ class TrainerEvents(Protocol):
     def take_metrics(self) -> Mapping[str, float]:
         """Returns the metrics for the next line of the log."""
 
-    def on_companion(self, model: Any, companion: Any) -> None:
+    def on_companion(self, model: nn.Module | None, companion: nn.Module) -> None:
         """Called with each model that is prepared for evaluation, which may be the trained one."""
 
 
@@ -57,7 +58,7 @@ def extend_trainer(kind: type[TrainerEvents]) -> None:
     _extend("training_step", _training(Trainer.training_step, callback_of))
     _extend("create_accelerator_and_postprocess", _owning(Trainer.create_accelerator_and_postprocess))
 
-    def handle_companion(trainer: Trainer, companion: Any) -> None:
+    def handle_companion(trainer: Trainer, companion: nn.Module) -> None:
         callback = callback_of(trainer)
         if callback is not None:
             callback.on_companion(trainer.model, companion)
@@ -90,12 +91,12 @@ def compile_losses() -> None:
     _extend("compute_loss", _joining(Trainer.compute_loss))
 
 
-def _extend(name: str, method: Callable[..., Any]) -> None:
+def _extend(name: str, method: Callable[..., object]) -> None:
     setattr(Trainer, name, wraps(getattr(Trainer, name))(method))
 
 
 def _saving(original: Callable[..., None]) -> Callable[..., None]:
-    def save(self: Trainer, model: Any, trial: Any) -> None:
+    def save(self: Trainer, model: nn.Module, trial: Trial) -> None:
         if any(wanted(self) for wanted in _ATOMIC_FOR):
             save_atomically(self, lambda: original(self, model, trial), trial)
         else:
@@ -115,11 +116,13 @@ def _logging(original: Callable[..., None], callback_of: _Finder) -> Callable[..
 
 
 def _telling(
-    original: Callable[..., Any], callback_in: Callable[[CallbackHandler], TrainerEvents | None]
-) -> Callable[..., Any]:
+    original: Callable[..., object], callback_in: Callable[[CallbackHandler], TrainerEvents | None]
+) -> Callable[..., object]:
     """Add the metrics after the Trainer has stored the line in its history, and before the loggers get it."""
 
-    def on_log(self: CallbackHandler, args: Any, state: Any, control: Any, logs: dict[str, float], **more: Any) -> Any:
+    def on_log(
+        self: CallbackHandler, args: object, state: object, control: object, logs: dict[str, float], **more: object
+    ) -> object:
         callback = callback_in(self)
         if callback is not None and "loss" in logs and callback.metrics_target == "loggers":
             logs.update(callback.take_metrics())
@@ -128,8 +131,8 @@ def _telling(
     return on_log
 
 
-def _training(original: Callable[..., Any], callback_of: _Finder) -> Callable[..., Any]:
-    def step(self: Trainer, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
+def _training(original: Callable[..., object], callback_of: _Finder) -> Callable[..., object]:
+    def step(self: Trainer, model: nn.Module, inputs: object, *more: object, **named: object) -> object:
         callback = callback_of(self)
         if callback is not None and isinstance(inputs, Mapping):  # GRPO's inputs are rows of a dataset, not a batch yet
             callback.on_batch(self.model, inputs)
@@ -146,10 +149,10 @@ def _owning(original: Callable[..., None]) -> Callable[..., None]:
     return create
 
 
-def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
+def _joining(original: Callable[..., object]) -> Callable[..., object]:
     def compute_loss(
-        self: Trainer, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+        self: Trainer, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Count = None
+    ) -> object:
         with loss_in_graph(self, model, inputs, num_items_in_batch):
             return original(self, model, inputs, return_outputs, num_items_in_batch)
 

@@ -6,9 +6,12 @@ gradients and takes steps, and `accelerator.clip_grad_norm_`. Checked on acceler
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from ort_accel.errors import OptimizerError
 from ort_accel.optim.master_weights import MasterWeightOptimizer
@@ -23,14 +26,15 @@ class _Scaler:
     def scale(self, loss: Tensor) -> Tensor:
         return self.optimizer.scale(loss)
 
-    def unscale_(self, _: Any) -> None:
+    def unscale_(self, _: object) -> None:
         self.optimizer.unscale_()
 
-    def step(self, optimizer: Any, closure: Any = None) -> Any:
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
         # Accelerate detects a skipped step by the call of `step` that is missing.
         if self.optimizer.unscale_():
-            return optimizer.step(closure)
-        return self.optimizer.skip()
+            return optimizer.step() if closure is None else optimizer.step(closure)
+        self.optimizer.skip()
+        return None
 
     def update(self) -> None:
         """Do nothing: the step has updated the scale."""
@@ -41,11 +45,11 @@ class _Scaler:
     def is_enabled(self) -> bool:
         return True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns nothing: the scale is part of the optimizer's state."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Do nothing."""
 
 
@@ -58,7 +62,7 @@ def connect(accelerator: Any, optimizer: MasterWeightOptimizer) -> None:
             "'bf16', or leave the optimizer without FP16_Optimizer"
         )
 
-    def clip_grad_norm_(_: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(_: object, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of all fp32 copies, whichever parameters are given."""
         return optimizer.clip_grad_norm_(max_norm, norm_type)
 

@@ -24,6 +24,8 @@ from torch.optim.adam import adam
 
 from ort_accel.errors import OrtAccelError
 
+ParamGroup = dict[str, Any]
+
 _MAX_COPIED_ELEMENTS = 1 << 24
 """The most elements that are converted for the kernels at a time, which bounds the temporary memory."""
 
@@ -80,7 +82,7 @@ class Scaling:
     found_inf: Tensor | None = None
 
 
-def update(batch: Batch, group: Mapping[str, Any], scaling: Scaling) -> None:
+def update(batch: Batch, group: ParamGroup, scaling: Scaling) -> None:
     """Advance the parameters of a batch by one step, by the rule and the options of their group."""
     for part in _parts_for_kernels(batch):
         if group["adam_w_mode"] != AdamWMode.ADAMW_TRANSFORMERS:
@@ -138,7 +140,7 @@ def _bounded(rows: list[int], params: list[Tensor]) -> Iterator[list[int]]:
     yield taken
 
 
-def _update_torch(batch: Batch, group: Mapping[str, Any], scaling: Scaling) -> None:
+def _update_torch(batch: Batch, group: ParamGroup, scaling: Scaling) -> None:
     if group["bias_correction"]:
         _kernel(batch, group, scaling, lr=group["lr"], weight_decay=group["weight_decay"], steps=batch.steps)
     else:
@@ -146,7 +148,7 @@ def _update_torch(batch: Batch, group: Mapping[str, Any], scaling: Scaling) -> N
         _kernel(batch, group, scaling, lr=group["lr"], weight_decay=group["weight_decay"])
 
 
-def _update_transformers(batch: Batch, group: Mapping[str, Any], scaling: Scaling) -> None:
+def _update_transformers(batch: Batch, group: ParamGroup, scaling: Scaling) -> None:
     """Update by Hugging Face's AdamW, with steps counted on the host. Parameters at equal steps share a kernel."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise OrtAccelError(
@@ -173,7 +175,7 @@ def _update_transformers(batch: Batch, group: Mapping[str, Any], scaling: Scalin
             torch._foreach_mul_(part.params, 1 - decay)
 
 
-def _update_transformers_on_device(batch: Batch, group: Mapping[str, Any], scaling: Scaling) -> None:
+def _update_transformers_on_device(batch: Batch, group: ParamGroup, scaling: Scaling) -> None:
     """Update by Hugging Face's AdamW with steps counted on the device, for CUDA graphs.
 
     Each parameter takes a launch of its own, which is cheap in a CUDA graph, and another pass for the decay.
@@ -204,7 +206,7 @@ def _advance(steps: list[Tensor], scaling: Scaling) -> None:
 
 def _kernel(
     batch: Batch,
-    group: Mapping[str, Any],
+    group: ParamGroup,
     scaling: Scaling,
     *,
     lr: float | Tensor,

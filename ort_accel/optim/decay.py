@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+
+from ort_accel.optim.adam_update import ParamGroup
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm, _InstanceNorm)
 _NORM_NAME = re.compile(r"norm", re.IGNORECASE)
@@ -25,7 +26,7 @@ def decayed(model: nn.Module) -> list[str]:
     return [name for name, param in model.named_parameters() if id(param) not in exempt]
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(model: nn.Module, weight_decay: float) -> list[ParamGroup]:
     """Returns two parameter groups for an optimizer, with and without decay. Frozen parameters are in neither."""
     names = set(decayed(model))
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]

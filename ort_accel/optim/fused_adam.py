@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT, StateDict
 
 from ort_accel.errors import OptimizerError, OrtAccelError
-from ort_accel.optim.adam_update import AdamWMode, Batch, Scaling, update
+from ort_accel.optim.adam_update import AdamWMode, Batch, ParamGroup, Scaling, update
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -64,7 +64,7 @@ class FusedAdam(Optimizer):
         super().__init__(params, options)
         self.defaults["set_grad_none"] = set_grad_none
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group of parameters; its options default to the optimizer's."""
         options = {**self.defaults, **param_group}
         check_options(options)
@@ -95,17 +95,17 @@ class FusedAdam(Optimizer):
         return loss
 
     @torch.no_grad()
-    def step_one(self, param: Tensor, group: Mapping[str, Any]) -> None:
+    def step_one(self, param: Tensor, group: ParamGroup) -> None:
         """Update one parameter of this group, and drop its gradient."""
         self._update([param], group, Scaling(None, None))
         param.grad = None
 
-    def _update(self, params: Iterable[Tensor], group: Mapping[str, Any], scaling: Scaling) -> None:
+    def _update(self, params: Iterable[Tensor], group: ParamGroup, scaling: Scaling) -> None:
         batch = self._batch(params, group)
         if batch.params:
             update(batch, group, scaling)
 
-    def _batch(self, params: Iterable[Tensor], group: Mapping[str, Any]) -> Batch:
+    def _batch(self, params: Iterable[Tensor], group: ParamGroup) -> Batch:
         batch = Batch()
         for param in params:
             if param.grad is None:
@@ -125,7 +125,7 @@ class FusedAdam(Optimizer):
             batch.add(param, param.grad, state)
         return batch
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state of this class, of `torch.optim.Adam` or `AdamW`, or of onnxruntime-training's class."""
         super().load_state_dict(state_dict)
         # PyTorch has cast the moments to the parameter's type. They are loaded again, since fp32 moments lost digits.
@@ -136,7 +136,7 @@ class FusedAdam(Optimizer):
                 moment = given[name].to(device=param.device, dtype=_state_dtype(param, group))
                 self.state[param][name] = _with_strides_of(param, moment)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         """Complete a state that PyTorch has loaded or unpickled."""
         super().__setstate__(state)
         for group in self.param_groups:
@@ -153,13 +153,13 @@ class FusedAdam(Optimizer):
                 elif not group["amsgrad"]:
                     param_state.pop("max_exp_avg_sq", None)
 
-    def _parameters(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    def _parameters(self) -> Iterator[tuple[Tensor, ParamGroup]]:
         for group in self.param_groups:
             for param in group["params"]:
                 yield param, group
 
 
-def check_options(options: Mapping[str, Any]) -> None:
+def check_options(options: ParamGroup) -> None:
     """Raise an `OptimizerError` if an option has an invalid value."""
     lr, betas = options["lr"], options["betas"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -190,7 +190,7 @@ def _check_parameter(param: Tensor) -> None:
         )
 
 
-def _complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+def _complete(group: ParamGroup, defaults: ParamGroup) -> None:
     """Add the keys that a group of another optimizer lacks, and those that another optimizer reads."""
     for key, value in defaults.items():
         if key != "set_grad_none":
@@ -202,16 +202,16 @@ def _complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     group["decoupled_weight_decay"] = group["adam_w_mode"] != AdamWMode.ADAM_L2_REGULARIZATION
 
 
-def _counts_on_device(group: Mapping[str, Any]) -> bool:
+def _counts_on_device(group: ParamGroup) -> bool:
     """True if steps are counted on the device; Hugging Face's rule needs them on the host, unless it is captured."""
     return group["adam_w_mode"] != AdamWMode.ADAMW_TRANSFORMERS or bool(group["capturable"])
 
 
-def _step_device(param: Tensor, group: Mapping[str, Any]) -> torch.device:
+def _step_device(param: Tensor, group: ParamGroup) -> torch.device:
     return param.device if _counts_on_device(group) else torch.device("cpu")
 
 
-def _state_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+def _state_dtype(param: Tensor, group: ParamGroup) -> torch.dtype:
     return torch.float32 if group["fp32_state"] and param.dtype.itemsize < 4 else param.dtype
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
+from torch.optim.optimizer import StateDict
 
 from ort_accel.config.sections import Fp16
 from ort_accel.errors import OptimizerError
@@ -73,11 +73,11 @@ class LossScale:
             if self.scale * self.growth_factor <= _MAX_SCALE:
                 self.scale *= self.growth_factor
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns everything that the next step depends on."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Continue from a state; the settings of this object stay."""
         for name in ("scale", "good_steps", "overflows"):
             setattr(self, name, state[name])

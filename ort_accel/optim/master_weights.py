@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from ort_accel.errors import OptimizerError, OrtAccelError
 from ort_accel.optim import multi_tensor
+from ort_accel.optim.adam_update import ParamGroup
 from ort_accel.optim.loss_scale import LossScale
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
@@ -45,7 +47,7 @@ class MasterWeightOptimizer(Optimizer):
             self._replace_params(group)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[ParamGroup]:  # type: ignore[override]
         """The groups of the inner optimizer, with fp32 copies in place of 16-bit parameters."""
         return self.optimizer.param_groups
 
@@ -55,7 +57,7 @@ class MasterWeightOptimizer(Optimizer):
         return self.optimizer.state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> StateDict:  # type: ignore[override]
         """The default options of the inner optimizer."""
         return self.optimizer.defaults
 
@@ -65,15 +67,15 @@ class MasterWeightOptimizer(Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Returns all attributes, for copies and pickles."""
         return dict(self.__dict__)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         """Set all attributes."""
         self.__dict__.update(state)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group of parameters; 16-bit parameters get fp32 copies."""
         self.optimizer.add_param_group(param_group)
         self._replace_params(self.optimizer.param_groups[-1])
@@ -139,7 +141,7 @@ class MasterWeightOptimizer(Optimizer):
         self.loss_scale.update(overflow=True)
         self._is_unscaled = False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the inner state, the fp32 copies, the loss scale and the count of skipped steps."""
         copies = {index: master.detach() for index, master in enumerate(self._masters) if self._is_copy(index)}
         return {
@@ -150,7 +152,7 @@ class MasterWeightOptimizer(Optimizer):
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state, and set the 16-bit parameters from its fp32 copies."""
         if "masters" not in state_dict:
             raise OptimizerError(
@@ -171,7 +173,7 @@ class MasterWeightOptimizer(Optimizer):
         self.skipped_steps = state_dict["skipped_steps"]
         self._is_unscaled = False
 
-    def _replace_params(self, group: dict[str, Any]) -> None:
+    def _replace_params(self, group: ParamGroup) -> None:
         """Replace the 16-bit parameters of a group with fp32 copies."""
         for row, param in enumerate(group["params"]):
             _check(param)
@@ -223,7 +225,7 @@ def _check(param: Tensor) -> None:
         )
 
 
-def _in_fp32(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def _in_fp32(state: StateDict, dtype: torch.dtype) -> StateDict:
     """Returns the state of a 16-bit parameter of `dtype` in fp32."""
     return {
         name: value.float() if isinstance(value, Tensor) and value.dtype == dtype else value

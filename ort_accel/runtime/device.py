@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -12,6 +11,9 @@ from ort_accel.runtime.import_ort import native as ort
 from ort_accel.runtime.model_cache import processor
 
 CPU_PROVIDER = "CPUExecutionProvider"
+
+Provider = str | tuple[str, dict[str, str]]
+"""An execution provider's name, or its name with its options."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Place:
         if self.is_cuda:
             torch.cuda.synchronize(self.index)
 
-    def ort_device(self) -> Any:
+    def ort_device(self) -> ort.OrtDevice:
         """Returns the device as an OrtDevice, on which results are allocated."""
         memory = ort.OrtDevice.default_memory()
         if not self.is_cuda:
@@ -58,7 +60,7 @@ class Place:
         """Returns the stream for a session that is created now; None on the CPU."""
         return cuda.stream_for(self.index, self.torch_memory) if self.is_cuda else None
 
-    def providers(self, stream: torch.cuda.Stream | None, *, refuse_cpu_nodes: bool) -> list[Any]:
+    def providers(self, stream: torch.cuda.Stream | None, *, refuse_cpu_nodes: bool) -> list[Provider]:
         """Returns the execution providers of a session with their options, the preferred one first.
 
         With `refuse_cpu_nodes` the CPU's provider is left out on a CUDA device.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
@@ -11,8 +11,8 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 from ort_accel.memory.heap_tensors import packed
 from ort_accel.runtime.import_ort import native as ort
 
-OrtValue = Any
-OrtValues = Any
+OrtValue: TypeAlias = ort.OrtValue
+OrtValues: TypeAlias = ort.OrtValueVector
 
 
 def to_ort(tensor: torch.Tensor) -> OrtValue:

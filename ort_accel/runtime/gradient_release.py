@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,7 +72,7 @@ class Leaves:
         while self._handles:
             self._handles.pop().remove()
 
-    def hand_over(self, gradients: list[Any], edges: Sequence[int], tensors: int) -> list[Tensor | None]:
+    def hand_over(self, gradients: list[Tensor], edges: Sequence[int], tensors: int) -> list[Tensor | None]:
         """Release gradients to their parameters and empty the list. Returns those that could not be released.
 
         `edges` has for each gradient the index of its tensor among the forward's inputs, whose number is `tensors`.
@@ -81,7 +80,8 @@ class Leaves:
         node = torch._C._current_autograd_node()
         targets = node.next_functions if node is not None and not torch.is_grad_enabled() else ()
         if len(targets) != tensors:  # the compiled graph runs inside another autograd node
-            kept, gradients[:] = list(gradients), []
+            kept: list[Tensor | None] = [*gradients]
+            gradients.clear()
             return kept
         return [self._release(targets[edge][0], gradients.pop(0)) for edge in edges]
 

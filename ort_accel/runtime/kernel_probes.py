@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy
     import onnx
+    from numpy.typing import NDArray
 
 MICROSOFT = "com.microsoft"
 
@@ -21,7 +22,7 @@ class Sample:
     dtype: str = "float32"
     value: float = 1
 
-    def array(self) -> numpy.ndarray[Any, Any]:
+    def array(self) -> NDArray[numpy.generic]:
         """Returns the array."""
         import numpy
 
@@ -35,7 +36,7 @@ class Probe:
     op: str
     inputs: tuple[Sample, ...]
     attributes: Mapping[str, Any]
-    outputs: tuple[str, ...]
+    outputs: Sequence[str]
     """The element type of each output."""
     domain: str
     version: int
@@ -46,7 +47,7 @@ class Probe:
         """The operator with its domain, such as `com.microsoft.GatherGrad`."""
         return f"{self.domain or 'ai.onnx'}.{self.op}"
 
-    def feeds(self) -> dict[str, numpy.ndarray[Any, Any]]:
+    def feeds(self) -> dict[str, NDArray[numpy.generic]]:
         """Returns the inputs by name."""
         return {f"in{index}": sample.array() for index, sample in enumerate(self.inputs)}
 
@@ -79,11 +80,13 @@ def _element_type(dtype: str) -> int:
     return helper.np_dtype_to_tensor_dtype(numpy.dtype(dtype))
 
 
-def _microsoft(op: str, *inputs: Sample, outputs: tuple[str, ...] = ("float32",), **attributes: Any) -> Probe:
+def _microsoft(op: str, *inputs: Sample, outputs: Sequence[str] = ("float32",), **attributes: object) -> Probe:
     return Probe(op, inputs, attributes, outputs, MICROSOFT, 1)
 
 
-def _onnx(version: int, op: str, *inputs: Sample, outputs: tuple[str, ...] = ("float32",), **attributes: Any) -> Probe:
+def _onnx(
+    version: int, op: str, *inputs: Sample, outputs: tuple[str, ...] = ("float32",), **attributes: object
+) -> Probe:
     return Probe(op, inputs, attributes, outputs, "", version)
 
 

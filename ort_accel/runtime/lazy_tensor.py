@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+TorchFunction = Callable[..., Any]
+
 
 class UnreadTensor(Tensor):
     """An output that is not computed yet. It knows its size, type and device, and computes its values at first use.
@@ -58,7 +60,7 @@ class UnreadTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: TorchFunction, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func == _REQUIRES_GRAD:
             return args[0]._has_gradient
@@ -73,7 +75,7 @@ class UnreadTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch leaves it untyped
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: TorchFunction, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operator that C++ calls below autograd; calls from Python go through `__torch_function__`."""
         args, kwargs = read_all((args, kwargs))
@@ -97,7 +99,7 @@ def _apply(cast: Callable[[Tensor], Tensor], lazy: UnreadTensor) -> Tensor:
     return cast(lazy.read())
 
 
-_CASTS: dict[Callable[..., Any], torch.dtype | None] = {
+_CASTS: dict[TorchFunction, torch.dtype | None] = {
     Tensor.detach: None,
     Tensor.float: torch.float32,
     Tensor.double: torch.float64,
@@ -126,9 +128,9 @@ _PROPERTIES = [
 ]
 
 
-def _getter(name: str) -> Callable[..., Any]:
+def _getter(name: str) -> TorchFunction:
     """Returns the function that `__torch_function__` gets for a property."""
-    getter: Callable[..., Any] = getattr(Tensor, name).__get__
+    getter: TorchFunction = getattr(Tensor, name).__get__
     return getter
 
 
@@ -136,7 +138,7 @@ _GETTERS = {name: _getter(name) for name in _PROPERTIES}
 
 _REQUIRES_GRAD, _GRAD_FN = _GETTERS["requires_grad"], _getter("grad_fn")
 
-_METADATA_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
+_METADATA_FUNCTIONS: frozenset[TorchFunction] = frozenset(
     {
         *_GETTERS.values(),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.element_size, Tensor.__len__, torch.numel),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numpy
 import torch
@@ -29,7 +28,7 @@ def release_unused() -> None:
 
 
 @cache
-def _shrinking_session() -> tuple[Any, Any]:
+def _shrinking_session() -> tuple[onnxruntime.InferenceSession, onnxruntime.RunOptions]:
     """Returns a session that computes nothing, and options with which its run shrinks the pool."""
     share_memory_pool(CPU)
     model, settings = IDENTITY.model().SerializeToString(), SessionSettings(threads=1).options()

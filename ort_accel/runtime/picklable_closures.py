@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-Closure = TypeVar("Closure", bound=Callable[..., Any])
+Closure = TypeVar("Closure", bound=Callable[..., object])
 
 
-def made_by(closure: Closure, factory: Callable[..., Any], *arguments: Any) -> Closure:
+def made_by(closure: Closure, factory: Callable[..., object], *arguments: object) -> Closure:
     """Returns the closure with the attribute `made_by`: the factory and the arguments that make it again."""
     closure.made_by = factory, arguments  # type: ignore[attr-defined]
     return closure

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ort_accel.errors import OrtAccelError
 from ort_accel.runtime.cuda import DISABLE_SYNCHRONIZATION, PROVIDER, stream_order
 from ort_accel.runtime.device import CPU, Place
-from ort_accel.runtime.dlpack import OrtValue, to_ort, to_torch
+from ort_accel.runtime.dlpack import OrtValue, OrtValues, to_ort, to_torch
 from ort_accel.runtime.import_ort import native as ort
 from ort_accel.runtime.import_ort import onnxruntime
 from ort_accel.runtime.openmp import pause_openmp
@@ -48,7 +47,7 @@ class SessionSettings:
     Only with a C library that joins freed blocks: otherwise fragmentation takes more memory than the pool returns.
     """
 
-    def options(self) -> Any:
+    def options(self) -> onnxruntime.SessionOptions:
         """Returns the SessionOptions for these settings."""
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads
@@ -98,7 +97,9 @@ def _share(device: str, index: int, limit: int = 0) -> None:
         onnxruntime.create_and_register_allocator_v2(PROVIDER, memory, {"device_id": str(index)}, growth)
 
 
-def _create(model: bytes, settings: SessionSettings, options: Any, stream: torch.cuda.Stream | None) -> Any:
+def _create(
+    model: bytes, settings: SessionSettings, options: onnxruntime.SessionOptions, stream: torch.cuda.Stream | None
+) -> onnxruntime.InferenceSession:
     """Returns an InferenceSession.
 
     The session has no fusions if ONNX Runtime fuses into a kernel that it lacks, such as FusedMatMul in float64.
@@ -118,7 +119,7 @@ def _create(model: bytes, settings: SessionSettings, options: Any, stream: torch
     return session
 
 
-def _vector(values: Iterable[OrtValue]) -> Any:
+def _vector(values: Iterable[OrtValue]) -> OrtValues:
     vector = ort.OrtValueVector()
     for value in values:
         vector.push_back(value)

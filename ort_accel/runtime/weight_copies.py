@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from weakref import finalize, ref
 
 import torch
@@ -42,7 +41,7 @@ class WeightCopies:
         self._copies: dict[Key, _Copy] = {}
         weak = ref(self)
 
-        def before_step(*_: Any) -> None:
+        def before_step(*_: object) -> None:
             if (copies := weak()) is not None:
                 copies.clear()
 

@@ -17,6 +17,9 @@ from ort_accel.engine import recapture
 from ort_accel.errors import OrtAccelError
 from ort_accel.subscribers.watching import Listener, listen, watch
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 _MANAGER_NUMBERS = count()
 
 
@@ -44,11 +47,11 @@ class SubscriberBase:
     not change them.
     """
 
-    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Returns the arguments with which a module is called."""
         return args, kwargs
 
-    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def after_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
         """Returns the output of a module that was called."""
         return output
 
@@ -154,12 +157,12 @@ class SubscriberManager(Listener):
     def _any_overrides(self, *names: str) -> bool:
         return any(_overrides(one, *names) for one in self._subscribers)
 
-    def _before(self, name: str) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
+    def _before(self, name: str) -> Callable[[nn.Module, Args, Kwargs], tuple[Args, Kwargs]]:
         subscribers = [one for one in self._subscribers if _overrides(one, "before_forward")]
         watches = self._any_overrides("on_input", "on_input_gradient")
         manager = self._name
 
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def hook(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
             for subscriber in subscribers:
                 args, kwargs = subscriber.before_forward(module, args, kwargs)
             if watches or not name:  # the model's own input begins a step
@@ -168,12 +171,12 @@ class SubscriberManager(Listener):
 
         return hook
 
-    def _after(self, name: str) -> Callable[[nn.Module, Any, Any, Any], Any]:
+    def _after(self, name: str) -> Callable[[nn.Module, Args, Kwargs, Any], Any]:
         subscribers = [one for one in self._subscribers if _overrides(one, "after_forward")]
         watches = self._any_overrides("on_output", "on_output_gradient")
         manager = self._name
 
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        def hook(module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
             for subscriber in subscribers:
                 output = subscriber.after_forward(module, args, kwargs, output)
             return _watched(output, manager, f"out|{name}", every_tensor=True) if watches else output
@@ -184,7 +187,7 @@ class SubscriberManager(Listener):
 def _watched(tree: Any, manager: str, key: str, every_tensor: bool) -> Any:
     """Returns the same structure with every tensor watched, or only the first one."""
     leaves, spec = pytree.tree_flatten(tree)
-    watched: list[Any] = []
+    watched: list[object] = []
     number = 0
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and (every_tensor or number == 0):

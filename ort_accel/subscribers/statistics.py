@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -72,7 +71,7 @@ class StatisticsSubscriber(SubscriberBase):
             file.write(json.dumps(line) + "\n")
 
 
-def statistics_of(tensor: torch.Tensor, bucket_size: int = 1 << 30) -> dict[str, Any]:
+def statistics_of(tensor: torch.Tensor, bucket_size: int = 1 << 30) -> dict[str, float | None]:
     """Returns statistics of a tensor's finite values, and the counts of others; `pattern` depends on their order."""
     totals = torch.zeros(4, dtype=torch.float64)
     lowest, highest, nan, inf, finite = float("inf"), float("-inf"), 0, 0, 0

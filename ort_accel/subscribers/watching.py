@@ -65,13 +65,13 @@ def _(gradient: torch.Tensor, stamp: torch.Tensor, listener: str, key: str) -> t
     return gradient.clone()
 
 
-def _save_stamp(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_stamp(ctx: Any, inputs: tuple[torch.Tensor, str, str], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.listener, ctx.key = inputs[1:]
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(output[1])
 
 
-def _watch_backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[Any, None, None]:
+def _watch_backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None, None]:
     return watch_gradient(gradient, ctx.saved_tensors[0], ctx.listener, ctx.key), None, None
 
 

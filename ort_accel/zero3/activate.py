@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
@@ -13,6 +12,7 @@ from ort_accel.compiler.layer_by_layer import kinds_of, layers_of
 from ort_accel.config import Config
 from ort_accel.zero3.deepspeed_interfaces import (
     SUPPORTED_VERSIONS,
+    ZeroOptimizer,
     capture_plain_linear,
     missing_interfaces,
     parameters_of,
@@ -22,7 +22,7 @@ from ort_accel.zero3.layer_gathering import LayerGathering
 FEATURE = "distributed.zero3"
 
 
-def accelerate_partitioned(model: nn.Module, config: Config, zero: Any) -> None:
+def accelerate_partitioned(model: nn.Module, config: Config, zero: ZeroOptimizer) -> None:
     """Run a model under ZeRO stage 3 on the engine, in place; a model that cannot stays plain and reports the reason.
 
     `zero` is the result of `zero_optimizer_in`. A second call with an equal configuration changes nothing.
@@ -43,7 +43,7 @@ def accelerate_partitioned(model: nn.Module, config: Config, zero: Any) -> None:
     engine.report(model).applied(FEATURE, f"{how}; the largest has {largest:,} parameters")
 
 
-def _reason_to_decline(config: Config, zero: Any, layers: Sequence[nn.Module]) -> str:
+def _reason_to_decline(config: Config, zero: ZeroOptimizer, layers: Sequence[nn.Module]) -> str:
     """Returns why a partitioned model stays with PyTorch; empty where it can run on the engine."""
     if config.distributed.zero3 is False:
         return f"{FEATURE} is false"

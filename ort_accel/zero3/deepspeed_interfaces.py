@@ -12,6 +12,15 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import nn
 
+ZeroOptimizer = Any
+"""DeepSpeed's optimizer of stage 3, or its offload object where nothing is trained; it has no types."""
+
+Offload = Any
+"""DeepSpeed's object that gathers and frees parameters."""
+
+PartitionedParameter = Any
+"""A parameter with the attributes that DeepSpeed gives it."""
+
 SUPPORTED_VERSIONS = SpecifierSet(">=0.19.6,<0.20")
 """The versions of DeepSpeed that may be used; the tests run 0.19.8."""
 
@@ -41,7 +50,7 @@ def is_partitioned(model: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_status") for parameter in model.parameters())
 
 
-def zero_optimizer_in(*holders: Any) -> Any:
+def zero_optimizer_in(*holders: object) -> ZeroOptimizer:
     """Returns ZeRO's optimizer, or its offload object where nothing is trained; None without either.
 
     The holders are engines and optimizers of DeepSpeed, wrapped or not.
@@ -53,12 +62,12 @@ def zero_optimizer_in(*holders: Any) -> Any:
     return None
 
 
-def offload_of(zero: Any) -> Any:
+def offload_of(zero: ZeroOptimizer) -> Offload:
     """Returns DeepSpeed's object that gathers and frees parameters."""
     return getattr(zero, "parameter_offload", zero)
 
 
-def parameters_of(module: nn.Module) -> list[Any]:
+def parameters_of(module: nn.Module) -> list[PartitionedParameter]:
     """Returns the parameters of a module with the attributes that DeepSpeed gives them."""
     return list(module.parameters())
 
@@ -68,7 +77,7 @@ def live_parameters(model: nn.Module) -> int:
     return sum(p.ds_numel for p in parameters_of(model) if p.ds_status.name != "NOT_AVAILABLE" and not p.ds_persist)
 
 
-def missing_interfaces(zero: Any, layers: Sequence[nn.Module]) -> list[str]:
+def missing_interfaces(zero: ZeroOptimizer, layers: Sequence[nn.Module]) -> list[str]:
     """Returns the interfaces that this room uses and the installed DeepSpeed lacks."""
     offload = offload_of(zero)
     if offload is None:
@@ -109,7 +118,7 @@ def capture_plain_linear() -> None:
         return torch._C._nn.linear(input, weight, bias)
 
 
-def _unwrapped(holder: Any) -> Iterator[Any]:
+def _unwrapped(holder: object) -> Iterator[object]:
     """Yields an engine or optimizer, the optimizer inside it, and so on."""
     while holder is not None:
         yield holder

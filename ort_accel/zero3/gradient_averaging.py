@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from ort_accel.zero3.deepspeed_interfaces import AVERAGE_METHOD, REDUCE_SCATTER, averaging_module, mangled
+from ort_accel.zero3.deepspeed_interfaces import (
+    AVERAGE_METHOD,
+    REDUCE_SCATTER,
+    ZeroOptimizer,
+    averaging_module,
+    mangled,
+)
 
-ReduceScatter = Callable[[list[Tensor], Any], list[Tensor]]
+ReduceScatter = Callable[[list[Tensor], dist.ProcessGroup | None], list[Tensor]]
 
 
 class GradientAveraging:
     """Lets one DeepSpeed optimizer average its gradients by `average_parts`."""
 
-    def __init__(self, zero: Any) -> None:
+    def __init__(self, zero: ZeroOptimizer) -> None:
         self._zero, self._module = zero, averaging_module(zero)
         self._method_name = mangled(zero, AVERAGE_METHOD)
         self._method = getattr(zero, self._method_name)
@@ -30,7 +35,7 @@ class GradientAveraging:
         """Give the optimizer its own method back."""
         delattr(self._zero, self._method_name)
 
-    def _average(self, *args: Any, **kwargs: Any) -> Any:
+    def _average(self, *args: object, **kwargs: object) -> object:
         # The module's function is replaced during this call only: other optimizers keep DeepSpeed's.
         setattr(self._module, REDUCE_SCATTER, partial(average_parts, self._reduce_scatter))
         try:
@@ -40,7 +45,9 @@ class GradientAveraging:
 
 
 @torch.no_grad()
-def average_parts(reduce_scatter: ReduceScatter, gradients: list[Tensor], group: Any = None) -> list[Tensor]:
+def average_parts(
+    reduce_scatter: ReduceScatter, gradients: list[Tensor], group: dist.ProcessGroup | None = None
+) -> list[Tensor]:
     """Returns this process's part of each gradient, averaged over all processes of the group."""
     processes = dist.get_world_size(group)
     if processes == 1 or dist.get_backend(group) != "gloo":

@@ -16,6 +16,7 @@ from torch import nn
 from ort_accel.zero3.deepspeed_interfaces import (
     GATHERING_LIMITS,
     REDUCE_BUCKET_SIZE,
+    ZeroOptimizer,
     mangled,
     offload_of,
     parameters_of,
@@ -33,7 +34,7 @@ class LayerGathering:
     The next layer is the one that followed in the previous step, in the same phase.
     """
 
-    def __init__(self, zero: Any, layers: Sequence[nn.Module], largest: int) -> None:
+    def __init__(self, zero: ZeroOptimizer, layers: Sequence[nn.Module], largest: int) -> None:
         """`largest` is the number of elements of the largest layer."""
         self._offload = offload = offload_of(zero)
         self._coordinator = offload.get_param_coordinator()
@@ -41,7 +42,7 @@ class LayerGathering:
         self._successors: dict[LayerPhase, nn.Module] = {}
         self._latest: LayerPhase | None = None
         self._ahead: nn.Module | None = None
-        self._original_limits: list[tuple[Any, str, int]] = []
+        self._original_limits: list[tuple[object, str, int]] = []
         for name in GATHERING_LIMITS:
             self._limit(self._coordinator, mangled(self._coordinator, name), 0)
         self._averaging = None
@@ -61,7 +62,7 @@ class LayerGathering:
             self._averaging.undo()
         self._replace_hooks(whole_layers=False)
 
-    def _limit(self, owner: Any, name: str, most: int) -> None:
+    def _limit(self, owner: object, name: str, most: int) -> None:
         """Lower a limit of DeepSpeed to `most`."""
         value = getattr(owner, name)
         self._original_limits.append((owner, name, value))

@@ -7,7 +7,6 @@ gradients first. If a result differs, the original stays, and the reason is retu
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from ort_accel.optim.modifiers import apex, deepspeed, megatron
 from ort_accel.optim.modifiers.replacement import Finding
@@ -24,7 +23,7 @@ class Replaced:
     refusals: tuple[str, ...] = field(default=())
 
 
-def replace_checks(optimizer: Any) -> Replaced | None:
+def replace_checks(optimizer: object) -> Replaced | None:
     """Replace the slow checks of a framework's optimizer, in place. Returns None if no known framework made it.
 
     An optimizer inside Accelerate's wrapper is found, too. With several processes, all of them must call this.
@@ -46,13 +45,13 @@ def replace_checks(optimizer: Any) -> Replaced | None:
     return Replaced(found.maker, tuple(methods), tuple(refusals))
 
 
-def maker_of(optimizer: Any) -> str | None:
+def maker_of(optimizer: object) -> str | None:
     """Returns the framework that made an optimizer or one inside it; None if it is unknown."""
     found = _find(optimizer)
     return None if found is None else found.maker
 
 
-def _find(optimizer: Any) -> Finding | None:
+def _find(optimizer: object) -> Finding | None:
     while optimizer is not None:
         for find in _FINDERS:
             if (found := find(optimizer)) is not None:

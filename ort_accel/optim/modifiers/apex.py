@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from ort_accel.optim import multi_tensor
 from ort_accel.optim.modifiers.replacement import (
     Answer,
     Finding,
+    ForeignObject,
     Method,
     Replacement,
     synthetic_gradients,
@@ -25,7 +25,7 @@ from ort_accel.optim.modifiers.replacement import (
 )
 
 
-def find(optimizer: Any) -> Finding | None:
+def find(optimizer: ForeignObject) -> Finding | None:
     """Returns the replacements for an optimizer; None if it did not go through `amp.initialize`."""
     if not (hasattr(optimizer, "_amp_stash") and hasattr(optimizer, "_post_amp_backward")):
         return None
@@ -45,14 +45,14 @@ def find(optimizer: Any) -> Finding | None:
     return Finding("Apex", (trial,))
 
 
-def _scalers() -> Sequence[Any]:
+def _scalers() -> Sequence[ForeignObject]:
     module = sys.modules.get("apex.amp._amp_state")
     return getattr(getattr(module, "_amp_state", None), "loss_scalers", ())
 
 
-def _post_backward(optimizer: Any) -> Method:
+def _post_backward(optimizer: ForeignObject) -> Method:
     @torch.no_grad()
-    def _post_amp_backward(scaler: Any) -> None:
+    def _post_amp_backward(scaler: ForeignObject) -> None:
         """Copy fp16 gradients to the fp32 copies, unscale all, and add the gradients of earlier backwards."""
         stash = optimizer._amp_stash
         getattr(optimizer, "_amp_lazy_init", bool)()
@@ -85,7 +85,7 @@ def _post_backward(optimizer: Any) -> Method:
     return _post_amp_backward
 
 
-def _on_synthetic_gradients(stash: Any, scaler: Any, method: Method) -> list[Answer]:
+def _on_synthetic_gradients(stash: ForeignObject, scaler: ForeignObject, method: Method) -> list[Answer]:
     """Returns the answers for gradients of the model's shapes, with and without gradients of an earlier backward."""
     params = [*stash.all_fp16_params, *stash.all_fp32_from_fp32_params]
     masters = stash.all_fp32_from_fp16_params

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from ort_accel.optim import multi_tensor
 from ort_accel.optim.modifiers.replacement import (
     Answer,
     Finding,
+    ForeignObject,
     Method,
     Replacement,
     synthetic_gradients,
@@ -34,7 +34,7 @@ _NEEDED = (
 )
 
 
-def find(optimizer: Any) -> Finding | None:
+def find(optimizer: ForeignObject) -> Finding | None:
     """Returns the replacements for an optimizer; None if DeepSpeed did not make it."""
     if not type(optimizer).__module__.startswith("deepspeed.runtime"):
         return None
@@ -61,7 +61,7 @@ def find(optimizer: Any) -> Finding | None:
     return Finding("DeepSpeed", (check, common_norm), agree=lambda fine: _on_all_processes(optimizer, fine))
 
 
-def overflow_check(optimizer: Any) -> Method:
+def overflow_check(optimizer: ForeignObject) -> Method:
     """Returns the replacement of `has_overflow_partitioned_grads_serial`."""
 
     def has_overflow_partitioned_grads_serial() -> Tensor:
@@ -72,18 +72,18 @@ def overflow_check(optimizer: Any) -> Method:
     return has_overflow_partitioned_grads_serial
 
 
-def norm(optimizer: Any) -> Method:
+def norm(optimizer: ForeignObject) -> Method:
     """Returns the replacement of `get_grad_norm_direct`."""
     original: Callable[..., Tensor] = optimizer.get_grad_norm_direct
 
-    def get_grad_norm_direct(gradients: Iterable[Tensor], params: Iterable[Any], norm_type: float = 2) -> Tensor:
+    def get_grad_norm_direct(gradients: Iterable[Tensor], params: Iterable[Tensor], norm_type: float = 2) -> Tensor:
         if float(norm_type) == math.inf:
             return original(gradients, params, norm_type)
         import deepspeed.comm as dist
         from deepspeed.runtime.utils import is_model_parallel_parameter, mask_nan_or_inf_with_val_inplace
         from deepspeed.runtime.zero.utils import get_norm_dtype
 
-        def counts(param: Any) -> bool:
+        def counts(param: Tensor) -> bool:
             """True if this process counts a parameter that other processes may hold as well."""
             if getattr(param, "ds_pipe_replicated", False):
                 return False
@@ -108,7 +108,7 @@ def _stored(grads: list[Tensor]) -> list[Tensor]:
     return [grad._values() if grad.is_sparse else grad for grad in grads]
 
 
-def _overflow_of_synthetic(optimizer: Any, method: Method) -> list[Answer]:
+def _overflow_of_synthetic(optimizer: ForeignObject, method: Method) -> list[Answer]:
     original = optimizer.averaged_gradients
     answers: list[Answer] = []
     try:
@@ -120,7 +120,7 @@ def _overflow_of_synthetic(optimizer: Any, method: Method) -> list[Answer]:
     return answers
 
 
-def _norms_of_synthetic(optimizer: Any, method: Method) -> list[Answer]:
+def _norms_of_synthetic(optimizer: ForeignObject, method: Method) -> list[Answer]:
     """Returns the norms of synthetic gradients. All processes make equally many calls, since each call communicates."""
     answers: list[Answer] = []
     for index in range(len(optimizer.bit16_groups)):
@@ -134,7 +134,7 @@ def _norms_of_synthetic(optimizer: Any, method: Method) -> list[Answer]:
     return answers
 
 
-def _on_all_processes(optimizer: Any, fine: bool) -> bool:
+def _on_all_processes(optimizer: ForeignObject, fine: bool) -> bool:
     import deepspeed.comm as dist
 
     flag = torch.tensor([float(fine)], device=optimizer.device)

@@ -9,7 +9,6 @@ FP16_Optimizer has `loss_scaler.has_overflow_serial`. Its later optimizers have 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from ort_accel.optim import multi_tensor
 from ort_accel.optim.modifiers.replacement import (
     Answer,
     Finding,
+    ForeignObject,
     Method,
     Replacement,
     synthetic_gradients,
@@ -26,7 +26,7 @@ from ort_accel.optim.modifiers.replacement import (
 )
 
 
-def find(optimizer: Any) -> Finding | None:
+def find(optimizer: ForeignObject) -> Finding | None:
     """Returns the replacements for an optimizer; None if it has neither of the interfaces."""
     if hasattr(optimizer, "_check_overflow") and hasattr(
         getattr(optimizer, "loss_scaler", None), "has_overflow_serial"
@@ -63,12 +63,12 @@ def _overflow_of_synthetic(method: Method) -> list[Answer]:
     return answers
 
 
-def _clip_grad_norm(optimizer: Any) -> Method:
+def _clip_grad_norm(optimizer: ForeignObject) -> Method:
     @torch.no_grad()
     def clip_grad_norm(clip_grad: float) -> float:
         grads = optimizer.get_main_grads_for_grad_norm()
         norms = multi_tensor.norms(grads, dtype=torch.float32)
-        params: Sequence[Any] = optimizer.get_parameters()
+        params: Sequence[Tensor] = optimizer.get_parameters()
         device = norms[0].device if norms else next((param.device for param in params), torch.device("cpu"))
         square = torch.stack(norms).square().sum().reshape(1) if norms else torch.zeros(1, device=device)
         group = _group(optimizer)
@@ -77,25 +77,27 @@ def _clip_grad_norm(optimizer: Any) -> Method:
         total = square.sqrt().item()
         factor = clip_grad / (total + 1e-6)
         if factor < 1.0:
-            multi_tensor.multiply_([_main_grad(p) for p in params if _main_grad(p) is not None], torch.tensor(factor))
+            found = map(_main_grad, params)
+            multi_tensor.multiply_([grad for grad in found if grad is not None], torch.tensor(factor))
         return total
 
     return clip_grad_norm
 
 
-def _group(optimizer: Any) -> Any:
+def _group(optimizer: ForeignObject) -> dist.ProcessGroup | None:
     for name in ("get_grad_stats_parallel_group", "get_model_parallel_group"):
         if hasattr(optimizer, name):
-            return getattr(optimizer, name)()
+            group: dist.ProcessGroup = getattr(optimizer, name)()
+            return group
     return None
 
 
-def _main_grad(param: Any) -> Any:
+def _main_grad(param: Tensor) -> Tensor | None:
     """Returns the gradient that Megatron clips, which may be decoupled from autograd's."""
     return param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
 
 
-def _clip_synthetic(optimizer: Any, method: Method) -> list[Answer]:
+def _clip_synthetic(optimizer: ForeignObject, method: Method) -> list[Answer]:
     params = list(optimizer.get_parameters())
     kept = [(param, param.grad) for param in params]
     answers: list[Answer] = []
@@ -113,7 +115,7 @@ def _clip_synthetic(optimizer: Any, method: Method) -> list[Answer]:
     return answers
 
 
-def _on_all_processes(optimizer: Any, fine: bool) -> bool:
+def _on_all_processes(optimizer: ForeignObject, fine: bool) -> bool:
     if not dist.is_initialized():
         return fine
     params = optimizer.get_parameters()

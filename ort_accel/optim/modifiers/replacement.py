@@ -12,6 +12,8 @@ from torch import Tensor
 
 Answer = bool | float | Tensor | None
 Method = Callable[..., Any]
+ForeignObject = Any
+"""An object of a framework that has no types."""
 
 RELATIVE_ERROR = 1e-6
 """The largest difference of norms, which sum squares in another order and are rounded to fp32."""
@@ -21,7 +23,7 @@ RELATIVE_ERROR = 1e-6
 class Replacement:
     """A replacement of one method, and its trial."""
 
-    owner: Any
+    owner: ForeignObject
     """The object that has the method."""
     name: str
     ours: Method
@@ -53,8 +55,8 @@ class Replacement:
     def install(self) -> None:
         """Install the replacement on this object only."""
 
-        def replaced(*args: Any, **named: Any) -> Any:
-            return self.ours(*args, **named)
+        def replaced(*args: object, **kwargs: object) -> object:
+            return self.ours(*args, **kwargs)
 
         replaced._from_ort_accel = True  # type: ignore[attr-defined]
         setattr(self.owner, self.name, replaced)
