@@ -49,13 +49,13 @@ def test_tokens_of_any_name_tell_lengths():
         assert shapes_of_batches(loader(made)).lengths
 
 
-def test_a_table_that_says_nothing_of_lengths_is_not_read():
+def test_a_table_without_sequence_columns_is_not_read():
     table = Table.from_list([{"text": "a " * length} for length in (4, 5, 6, 7)])
     for made in (table, table.select([3, 1, 0]), table.shuffle(seed=0)):
         assert not shapes_of_batches(loader(made)).lengths
 
 
-def test_samples_that_are_made_when_asked_for_are_not_asked_for():
+def test_samples_that_are_computed_on_access_are_not_read():
     class Made(Dataset):
         def __len__(self):
             return 4
@@ -69,7 +69,7 @@ def test_samples_that_are_made_when_asked_for_are_not_asked_for():
     assert shapes_of_batches(loader(iter(rows(4, 5)))) == shapes_of_batches(None)
 
 
-def test_of_a_table_only_the_columns_that_have_a_length_are_read():
+def test_only_the_sequence_columns_of_a_table_are_read():
     table = Table.from_list([{**row, "image": {"bytes": b"no picture", "path": None}} for row in rows(4, 5, 6, 7)])
     table = table.cast_column("image", Image())
     with pytest.raises((ImportError, OSError)):

@@ -119,7 +119,7 @@ def test_another_way_of_smoothing_is_left_alone_and_insisting_is_an_error(tmp_pa
             assert found.reason == "OwnSmoother smooths labels in its own way"
 
 
-def test_what_the_hook_rests_on():
+def test_the_trainer_computes_its_loss_as_the_hook_assumes():
     import inspect
 
     text = inspect.getsource(inspect.unwrap(Trainer.compute_loss))

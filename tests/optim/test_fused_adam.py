@@ -95,7 +95,7 @@ def test_options_of_pytorch_hold_in_the_mode_that_pytorch_lacks(options, captura
 
 
 @pytest.mark.parametrize(("lr", "weight_decay"), [(0.5, 2.0), (0.5, 3.0), (0.0, 0.1), (1e-3, 0.0)])
-def test_a_decay_of_everything_or_more_or_nothing(lr, weight_decay):
+def test_any_decay_from_zero_to_more_than_one_follows_the_definition(lr, weight_decay):
     hyper = {**HYPER, "lr": lr, "weight_decay": weight_decay}
     params = parameters((20,), dtype=torch.float64)
     start, grads = clones(params), gradients(params, 10)
@@ -205,7 +205,7 @@ def test_a_closure_is_run_with_gradients_and_its_loss_returned():
     assert not torch.equal(param, before)
 
 
-def test_sparse_gradients_are_refused_in_words():
+def test_sparse_gradients_are_refused_with_advice():
     embedding = nn.Embedding(5, 3, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(OrtAccelError, match=r"sparse gradient for a parameter of shape \(5, 3\).*sparse=False"):

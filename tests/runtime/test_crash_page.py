@@ -27,7 +27,7 @@ def die_with_two_threads(folder):
     os._exit(3)
 
 
-def test_what_all_threads_ran_is_told(tmp_path):
+def test_the_page_names_the_models_of_all_threads(tmp_path):
     process = START.Process(target=die_with_two_threads, args=(tmp_path,))
     process.start()
     process.join(60)
@@ -36,7 +36,7 @@ def test_what_all_threads_ran_is_told(tmp_path):
     assert sorted(models_at_crash(page)) == [(KEYS[0], 2), (KEYS[1], 2)]
 
 
-def test_a_thread_that_has_ended_leaves_its_place_to_others(tmp_path):
+def test_the_slot_of_an_ended_thread_is_reused(tmp_path):
     page = page_in(tmp_path)
     slots = []
     for _ in range(2 * crash_page.PAGE_BYTES // crash_page.SLOT_BYTES):
@@ -60,7 +60,7 @@ def test_a_forked_process_has_nothing_to_do_with_its_parents_page(tmp_path):
     assert orphaned_pages(tmp_path) == [], "its process lives"
 
 
-def test_on_a_file_system_of_another_kind_nothing_is_left(tmp_path, monkeypatch):
+def test_on_an_unsafe_file_system_no_page_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(crash_page, "SAFE_FILE_SYSTEMS", {"none"})
     with RunningModel(page_in(tmp_path), KEYS[0], 1):
         assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,7 @@ def files(tmp_path):
     return SignedFiles(tmp_path / "cache", "graph", Report(), tmp_path / "home" / "key")
 
 
-def test_what_was_written_is_read(files):
+def test_a_written_file_is_read(files):
     files.put("one", b"content")
     assert files.get("one") == b"content"
     assert files.get("other") is None

@@ -3,7 +3,7 @@
 from ort_accel.zero3.deepspeed_interfaces import mangled, missing_private
 
 
-def test_what_is_private_to_a_class_is_found_in_those_that_inherit_it():
+def test_private_attributes_are_found_in_subclasses():
     class Base:
         def __init__(self):
             self.__limit = 1

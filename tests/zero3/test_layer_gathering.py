@@ -124,7 +124,7 @@ def test_evaluation_saving_and_restoring_are_those_of_deepspeed(see):
         ("lacking", "lacks DeepSpeedZeRoOffload.a_method_of_later"),
     ],
 )
-def test_what_cannot_run_by_layers_trains_as_deepspeed_does_and_says_why(see, name, reason):
+def test_a_declined_model_trains_as_deepspeed_does_and_reports_the_reason(see, name, reason):
     for refused, plain in zip(see("refusals"), see("skipping"), strict=True):
         run = refused[name]
         assert (run["name"], run["state"]) == ("engine", "refused")
