@@ -1,8 +1,8 @@
 """Extensions of transformers' Trainer where its callback events do not suffice, for trainers with our callback.
 
-No event comes before a checkpoint is saved, before the loggers get a line, with a batch, with the computation of the
-loss, or with another model than the trained one. So these methods are extended in place, once. A Trainer without our
-callback does not change, except for one whose model a launch runs on ONNX Runtime.
+There are no events for a batch, for the computation of the loss, or for companion models. None comes before a
+checkpoint is saved or before the loggers get a line. So these methods are extended in place, once. A Trainer without
+our callback does not change, except for one whose model a launch runs on ONNX Runtime.
 Checked on transformers 5.17 and 5.23; tests/hf/test_trainer_hooks.py says which assumption broke.
 """
 

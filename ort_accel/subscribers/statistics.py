@@ -1,7 +1,7 @@
 """Statistics of every module's activations and gradients, in files by which two runs can be compared.
 
-A run's folder has a folder for each process (`rank-0`) and in it a file for each step (`step-000000.jsonl`), with a
-line for each tensor in the order of the run.
+A run's folder has a folder for each process (`rank-0`) with a file for each step (`step-000000.jsonl`). The file has a
+line for each tensor, in the order of the run.
 """
 
 from __future__ import annotations
