@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ort_accel.cli.benchmark import machine
 from ort_accel.run import end
 from ort_accel.subscribers import SubscriberManager, ZeROOffloadSubscriber
-from ort_accel.subscribers.zero_offload import live_parameters
+from ort_accel.zero3 import live_parameters
 
 STOCK, SPARING, OURS = "deepspeed", "deepspeed, by layers", "ort_accel"
 """DeepSpeed as it comes, DeepSpeed told to gather and collect no more than ort_accel does, and ort_accel."""

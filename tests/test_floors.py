@@ -1,8 +1,9 @@
-"""The house has floors: a room imports only rooms below it, and the ground floor is light."""
+"""A room imports only rooms below it, files of a room do not import in a circle, and the ground floor is light."""
 
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ FLOORS = [
     {"eager"},
     {"compiler"},
     {"engine"},
+    {"zero3"},
     {"subscribers", "optim", "data"},
     {"hf"},
     {"run"},
@@ -59,6 +61,29 @@ def imports(path: Path) -> set[str]:
     return {room for room in map(room_of, found) if room in LEVEL}
 
 
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(HOUSE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def neighbours(room: Path) -> dict[str, set[str]]:
+    """Each module of a room with those of the room that it imports: at its top, in functions, or by `import_module`."""
+    modules = {module_of(path) for path in room.rglob("*.py")}
+    found = {}
+    for path in room.rglob("*.py"):
+        named = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Import():
+                    named |= {alias.name for alias in node.names}
+                case ast.ImportFrom():
+                    full = [f"{node.module}.{alias.name}" for alias in node.names]
+                    named |= {name if name in modules else node.module for name in full}
+                case ast.Call(func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=name)]):
+                    named.add(name)
+        found[module_of(path)] = (named & modules) - {module_of(path)}
+    return found
+
+
 def files() -> list[Path]:
     return [path for path in HOUSE.rglob("*.py") if path.parent != HOUSE or path.stem in LEVEL]
 
@@ -80,6 +105,15 @@ def test_a_room_imports_only_rooms_below(path):
         allowed = FLOORS[0] | FLOORS[1] | FLOORS[2] | {room}
     above = imports(path) - allowed
     assert not above, f"{path.relative_to(HOUSE)} imports {', '.join(sorted(above))}, which stands above {room}"
+
+
+@pytest.mark.parametrize("room", sorted(path for path in HOUSE.iterdir() if path.is_dir()), ids=lambda path: path.name)
+def test_files_of_one_room_do_not_import_in_a_circle(room):
+    sorter = TopologicalSorter(neighbours(room))
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 @pytest.mark.parametrize("module", ["ort_accel", "ort_accel.config", "ort_accel.hf", "ort_accel.cli.main"])

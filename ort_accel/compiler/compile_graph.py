@@ -294,7 +294,7 @@ def _is_read(value: fx.Node, later: set[fx.Node], looks_through: Callable[[fx.No
 
 
 def _hand_over(
-    leaves: Leaves, edges: Sequence[int], tensors: int, gradients: list[object], _: dict[str, int]
+    leaves: Leaves, edges: Sequence[int], tensors: int, gradients: list[torch.Tensor], _: dict[str, int]
 ) -> Sequence[object]:
     return leaves.hand_over(gradients, edges, tensors)
 

@@ -1,4 +1,4 @@
-"""Dealing samples to processes so that each has about the same work in every step. Needs PyTorch only."""
+"""Samplers that give all processes about the same work in every step. Needs PyTorch only."""
 
 from ort_accel.data.balance import Balance, balance_of
 from ort_accel.data.batch_sampler import LoadBalancingDistributedBatchSampler

@@ -1,4 +1,4 @@
-"""How evenly work is spread over processes, step by step."""
+"""Measures of how evenly the work of each step is spread over processes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ort_accel.data.sampler import LoadBalancingDistributedSampler
 
 @dataclass(frozen=True)
 class Balance:
-    """The work of each process in each step: a row for each step, a column for each process."""
+    """The work of each process (column) in each step (row)."""
 
     loads: torch.Tensor
 
     @property
     def spread(self) -> float:
-        """By how much the dearest process of a step exceeds the cheapest, on average, as a share of the mean load."""
+        """The mean gap between the largest and smallest load of a step, as a share of the mean load."""
         if not self.loads.numel():
             return 0.0
         gaps = self.loads.max(dim=1).values - self.loads.min(dim=1).values
@@ -26,14 +26,14 @@ class Balance:
 
     @property
     def waiting(self) -> float:
-        """The share of all processes' time spent waiting for the slowest of each step."""
+        """The share of the processes' time that they wait for the slowest process of each step."""
         if not self.loads.numel():
             return 0.0
         return float(1 - self.loads.mean() / self.loads.max(dim=1).values.mean())
 
 
 def balance_of(sampler: LoadBalancingDistributedSampler, batch_size: int) -> tuple[Balance, Balance]:
-    """The balance that torch's `DistributedSampler` would give in this epoch, and the one that `sampler` gives."""
+    """Returns the balance of torch's `DistributedSampler` in this epoch, and that of `sampler`."""
     rules = sampler.rules
     stock: list[DistributedSampler[int]] = [
         DistributedSampler(
@@ -46,9 +46,9 @@ def balance_of(sampler: LoadBalancingDistributedSampler, batch_size: int) -> tup
         )
         for rank in range(rules.world_size)
     ]
-    for one in stock:
-        one.set_epoch(sampler.epoch)
-    before = torch.tensor([list(one) for one in stock], dtype=torch.long).T
+    for torch_sampler in stock:
+        torch_sampler.set_epoch(sampler.epoch)
+    before = torch.tensor([list(torch_sampler) for torch_sampler in stock], dtype=torch.long).T
     return _balance(sampler.costs, before, batch_size), _balance(sampler.costs, sampler.rounds(), batch_size)
 
 

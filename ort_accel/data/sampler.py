@@ -1,4 +1,4 @@
-"""A distributed sampler that gives every process samples of about the same cost at the same time."""
+"""A distributed sampler that gives all processes samples of about the same cost in every step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from ort_accel.data.deal import Rules, deal, rounds_in
-from ort_accel.data.resume import Progress
+from ort_accel.data.epoch_progress import EpochProgress
+from ort_accel.data.sample_assignment import SamplingRules, assign_samples, samples_per_process
 from ort_accel.errors import OrtAccelError
 
 
 class SizedDataset(Protocol):
-    """A dataset with a length, whose samples have numbers."""
+    """A dataset with a length, and samples by index."""
 
     def __len__(self) -> int: ...
 
@@ -26,12 +26,12 @@ class SizedDataset(Protocol):
 
 
 class LoadBalancingDistributedSampler(Sampler[int]):
-    """Deals samples to processes so that in each step all of them have about the same work.
+    """Assigns samples to processes so that all of them have about the same work in each step.
 
-    Samples are sorted by what they cost; of each `world_size` neighbours every process gets one. Each process goes
-    through the same number of samples in an epoch, and no sample is left out; where they do not come out even, a few
-    are repeated, or with `drop_last` a few are left out. Everything depends on `seed` and epoch only, so that all
-    processes agree without a word: call `set_epoch` before each epoch, as for torch's `DistributedSampler`.
+    Samples are sorted by their cost, and of each `world_size` neighbours every process gets one. Each process gets the
+    same number of samples in an epoch: a few are repeated if necessary, or left out with `drop_last`. The order depends
+    only on `seed` and epoch, so processes need not communicate. Call `set_epoch` before each epoch, as for torch's
+    `DistributedSampler`.
     """
 
     def __init__(
@@ -46,70 +46,70 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         drop_last: bool = False,
         random_level: float = 0.0,
     ) -> None:
-        """Ask for the cost of each sample once, here.
+        """Compute the cost of each sample.
 
         Args:
-            dataset: What is sampled from.
-            complexity_fn: What a sample costs, in any unit.
-            world_size: The number of processes; torch.distributed's if not given.
-            rank: The number of this process; torch.distributed's if not given.
-            shuffle: A new order in each epoch; otherwise from cheap to dear.
-            group_size: Sort within random groups of so many samples (rounded up to whole rounds), which leaves more
-                to chance.
-            seed: The same on every process.
-            drop_last: Leave out the samples that do not fill a round, instead of repeating some.
-            random_level: Noise added to the costs, as a share of their range: 0 balances best.
+            dataset: The dataset to sample from.
+            complexity_fn: Returns the cost of a sample, in any unit.
+            world_size: The number of processes; that of torch.distributed by default.
+            rank: The number of this process; that of torch.distributed by default.
+            shuffle: Use a new order in each epoch; otherwise the order of rising cost.
+            group_size: Sort only within random groups of so many samples, rounded up to whole rounds. The order is
+                then more random.
+            seed: The seed of the order, which must be equal on every process.
+            drop_last: Leave out samples that do not fill a round, instead of repeating some.
+            random_level: The noise added to the costs, as a share of their range; 0 balances best.
         """
-        world_size, rank = _place(world_size, rank)
+        world_size, rank = _distributed_defaults(world_size, rank)
         _check(world_size, rank, group_size, random_level)
-        self.rules = Rules(world_size, shuffle, group_size, seed, drop_last, random_level)
+        self.rules = SamplingRules(world_size, shuffle, group_size, seed, drop_last, random_level)
         self.rank = rank
         self.costs = _costs(dataset, complexity_fn)
-        self._progress = Progress()
-        self._dealt: tuple[int, torch.Tensor] | None = None
+        self._progress = EpochProgress()
+        self._of_epoch: tuple[int, torch.Tensor] | None = None
 
     @property
     def epoch(self) -> int:
-        """The epoch whose samples come next, or are coming."""
+        """The current epoch."""
         return self._progress.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch. A sampler that was resumed in this epoch goes on where it was."""
+        """Go to an epoch. A sampler that was resumed in this epoch continues from its state."""
         self._progress.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """The samples of this process in a whole epoch."""
-        return rounds_in(len(self.costs), self.rules)
+        """Returns the number of samples of this process in an epoch."""
+        return samples_per_process(len(self.costs), self.rules)
 
     def __iter__(self) -> Iterator[int]:
-        return self._progress.over(self.of_rank(self.rank))
+        return self._progress.remaining(self.of_rank(self.rank))
 
     def rounds(self) -> torch.Tensor:
-        """The samples of this epoch: a row for each turn, a column for each process."""
-        if self._dealt is None or self._dealt[0] != self.epoch:
-            self._dealt = self.epoch, deal(self.costs, self.rules, self.epoch)
-        return self._dealt[1]
+        """Returns the samples of this epoch: a row for each round, a column for each process."""
+        if self._of_epoch is None or self._of_epoch[0] != self.epoch:
+            self._of_epoch = self.epoch, assign_samples(self.costs, self.rules, self.epoch)
+        return self._of_epoch[1]
 
     def of_rank(self, rank: int) -> list[int]:
-        """The samples of a process in this epoch, in order."""
+        """Returns the samples of a process in this epoch, in order."""
         indices: list[int] = self.rounds()[:, rank].tolist()
         return indices
 
-    def state_dict(self) -> dict[str, Any]:
-        """The place in the epoch, counted in samples that were handed out; plain data."""
+    def state_dict(self) -> dict[str, object]:
+        """Returns the position in the epoch, counted in samples, as plain data."""
         return self._progress.state_dict(self.identity())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state: the next iteration gives what was left of that epoch."""
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue from a state: the next iteration gives the remaining samples of its epoch."""
         self._progress.load_state_dict(state, self.identity())
 
-    def identity(self) -> dict[str, Any]:
-        """What must be the same for a state to mean the same samples."""
+    def identity(self) -> dict[str, object]:
+        """Returns the settings that must be equal for a state to mean the same samples."""
         costs = hashlib.sha256(self.costs.numpy().tobytes()).hexdigest()[:16]
         return {**asdict(self.rules), "samples": len(self.costs), "costs": costs}
 
 
-def _place(world_size: int | None, rank: int | None) -> tuple[int, int]:
+def _distributed_defaults(world_size: int | None, rank: int | None) -> tuple[int, int]:
     if world_size is None or rank is None:
         if not (dist.is_available() and dist.is_initialized()):
             raise OrtAccelError(

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ort_accel.hf.callback import ORTAccelCallback
     from ort_accel.hf.trainer import ORTSeq2SeqTrainer, ORTTrainer
 
-_HOMES = {
+_MODULES = {
     "ORTAccelCallback": "ort_accel.hf.callback",
     "ORTAccelPlugin": "ort_accel.hf.accelerate_plugin",
     "ORTSeq2SeqTrainer": "ort_accel.hf.trainer",
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name when it is first used, so that torch and transformers are not imported before."""
-    if name not in _HOMES:
+    """Import a name at its first use, so that importing this package imports neither torch nor transformers."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'ort_accel.hf' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,6 +1,6 @@
-"""Where `accelerate.Accelerator` is hooked, which is private to accelerate; checked with accelerate 1.10 and 1.15.
+"""Hooks on private methods of `accelerate.Accelerator`; checked with accelerate 1.10 and 1.15.
 
-Plain and data-parallel models pass through `prepare_model`, those of DeepSpeed, FSDP2 and Megatron-LM do not.
+Plain and data-parallel models go through `prepare_model`; DeepSpeed, FSDP2 and Megatron-LM have methods of their own.
 """
 
 from __future__ import annotations
@@ -8,36 +8,36 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
 from weakref import WeakSet
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, extract_model_from_parallel, model_has_dtensor
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ort_accel import engine
 from ort_accel.capture.dynamic_shapes import Foreseen
 from ort_accel.compiler.layer_by_layer import is_sharded
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
-from ort_accel.hf.deepspeed_hooks import move_hooks_out_of
-from ort_accel.hf.foreseen_sizes import foreseen_in
-from ort_accel.subscribers.zero_offload import accelerate_partitioned, is_partitioned, zero_in
+from ort_accel.hf.batch_shapes import shapes_of_batches
+from ort_accel.hf.deepspeed_hooks import move_hooks_to_engine
+from ort_accel.zero3 import accelerate_partitioned, is_partitioned, zero_optimizer_in
 
 ConfigOf = Callable[[Accelerator], Config | None]
-"""Which configuration the models of an Accelerator are to have; None leaves them alone."""
+"""Returns the configuration for the models of an Accelerator; None leaves them plain."""
 
 _HOOKED = "_ort_accel_config_of"
 _FORESEEN = "_ort_accel_foreseen"
 
-_BETWEEN_PARTS = (
+_GATHERING_CODE = (
     "its parameters are gathered and freed by Python code between its parts, which this version of ort_accel follows "
     "under FSDP2 and ZeRO stage 3 only"
 )
 
 
 def hook_accelerators(config_of: ConfigOf) -> None:
-    """Accelerate the models that any Accelerator of this process prepares. A later call replaces `config_of`."""
+    """Accelerate the models that Accelerators of this process prepare. A later call replaces `config_of`."""
     first = not hasattr(Accelerator, _HOOKED)
     setattr(Accelerator, _HOOKED, staticmethod(config_of))
     if first:
@@ -47,7 +47,7 @@ def hook_accelerators(config_of: ConfigOf) -> None:
             _wrap(name, _prepare_together)
 
 
-def _wrap(name: str, around: Callable[..., Any]) -> None:
+def _wrap(name: str, wrapper: Callable[..., object]) -> None:
     original = getattr(Accelerator, name, None)
     if original is None:
         raise OrtAccelError(
@@ -55,11 +55,11 @@ def _wrap(name: str, around: Callable[..., Any]) -> None:
         )
 
     @functools.wraps(original)
-    def method(self: Accelerator, *args: Any, **named: Any) -> Any:
+    def method(self: Accelerator, *args: object, **kwargs: object) -> object:
         config = getattr(self, _HOOKED)(self)
         if config is None or not config.engine.enabled:
-            return original(self, *args, **named)
-        return around(self, config, functools.partial(original, self), *args, **named)
+            return original(self, *args, **kwargs)
+        return wrapper(self, config, functools.partial(original, self), *args, **kwargs)
 
     setattr(Accelerator, name, method)
 
@@ -69,79 +69,85 @@ def _prepare_model(
     config: Config,
     original: Callable[..., nn.Module],
     model: nn.Module,
-    *args: Any,
-    **how: Any,
+    *args: object,
+    **kwargs: object,
 ) -> nn.Module:
-    """Let accelerate move and wrap a model, then accelerate what is inside the wrapper."""
+    """Let accelerate move and wrap a model, then accelerate the inner model."""
     _refuse_device(accelerator)
-    prepared = original(model, *args, **how)
+    prepared = original(model, *args, **kwargs)
     inner = extract_model_from_parallel(prepared)
     _accelerate_once(inner, config, _reason_to_decline(accelerator, model))
-    _foresee(accelerator, Foreseen(), inner)
+    _share_shapes(accelerator, Foreseen(), inner)
     return prepared
 
 
 def _prepare_data_loader(
-    accelerator: Accelerator, _: Config, original: Callable[..., Any], loader: Any, *args: Any, **how: Any
-) -> Any:
-    """Let accelerate prepare a data loader, then tell models what its batches will be like."""
-    prepared = original(loader, *args, **how)
-    _foresee(accelerator, foreseen_in(prepared))
+    accelerator: Accelerator,
+    _: Config,
+    original: Callable[..., DataLoader[object]],
+    *args: object,
+    **kwargs: object,
+) -> DataLoader[object]:
+    """Let accelerate prepare a data loader, then tell the models the shapes of its batches."""
+    prepared = original(*args, **kwargs)
+    _share_shapes(accelerator, shapes_of_batches(prepared))
     return prepared
 
 
-def _foresee(accelerator: Accelerator, sizes: Foreseen, *models: nn.Module) -> None:
-    """Join what is known of batches, and tell it to all models that were prepared. They come in any order."""
-    known, told = vars(accelerator).setdefault(_FORESEEN, (Foreseen(), WeakSet()))
-    known.add(sizes)
-    told.update(models)
-    for model in told:
+def _share_shapes(accelerator: Accelerator, shapes: Foreseen, *models: nn.Module) -> None:
+    """Merge the known batch shapes, and pass them to all prepared models; models and loaders come in any order."""
+    known, prepared = vars(accelerator).setdefault(_FORESEEN, (Foreseen(), WeakSet()))
+    known.add(shapes)
+    prepared.update(models)
+    for model in prepared:
         engine.foresee(model, known)
 
 
-def _prepare_together(accelerator: Accelerator, config: Config, original: Callable[..., Any], *objects: Any) -> Any:
-    """The same for what prepares a model and its optimizer at once, in place."""
+def _prepare_together(
+    accelerator: Accelerator, config: Config, original: Callable[..., tuple[object, ...]], *objects: object
+) -> tuple[object, ...]:
+    """Let accelerate prepare a model and its optimizer together, in place, then accelerate the model."""
     _refuse_device(accelerator)
     prepared = original(*objects)
     for model in objects:
         if isinstance(model, nn.Module) and is_partitioned(model):
-            accelerate_partitioned(model, engine.config_of(model) or config, zero_in(*prepared))
-            _foresee(accelerator, Foreseen(), model)
+            accelerate_partitioned(model, engine.config_of(model) or config, zero_optimizer_in(*prepared))
+            _share_shapes(accelerator, Foreseen(), model)
         elif isinstance(model, nn.Module):
             _accelerate_once(extract_model_from_parallel(model), config, _reason_to_decline(accelerator, model))
-            _foresee(accelerator, Foreseen(), extract_model_from_parallel(model))
+            _share_shapes(accelerator, Foreseen(), extract_model_from_parallel(model))
             if engine.config_of(model) is not None:
-                move_hooks_out_of(model, prepared)
+                move_hooks_to_engine(model, prepared)
     return prepared
 
 
 def _reason_to_decline(accelerator: Accelerator, model: nn.Module) -> str:
-    """Why a model cannot be accelerated; empty where it can."""
+    """Returns why a model cannot be accelerated; empty if it can."""
     if accelerator.distributed_type == DistributedType.MEGATRON_LM:
         return "Megatron-LM builds another model in its place"
     if not is_sharded(model) and (accelerator.distributed_type == DistributedType.FSDP or model_has_dtensor(model)):
-        return f"it is sharded, and {_BETWEEN_PARTS}"
+        return f"it is sharded, and {_GATHERING_CODE}"
     return ""
 
 
 def _accelerate_once(model: nn.Module, config: Config, reason: str) -> None:
-    """Accelerate a model, unless it cannot be or the script did so itself: what a script chose stands."""
+    """Accelerate a model, unless there is a reason not to, or the script did so itself with its own configuration."""
     present = engine.config_of(model)
     if reason:
         engine.decline(model, config, reason)
-    elif present is None or is_sharded(model):  # it may have been captured as a whole before it was sharded
+    elif present is None or is_sharded(model):  # it may have been accelerated as a whole before it was sharded
         engine.accelerate(model, present or config)
-        _save_whole_in_trainers()
+        _save_atomically_in_trainers()
     elif present != config:
         engine.report(model).note("the script chose a configuration for this model, and that of the launch is not used")
 
 
-def _save_whole_in_trainers() -> None:
-    """A Trainer in an unchanged script has no callback of ours that would. Scripts without one need not import it."""
+def _save_atomically_in_trainers() -> None:
+    """Make checkpoints atomic in scripts that use a Trainer without our callback."""
     if "transformers.trainer" in sys.modules:
-        from ort_accel.hf.trainer_hooks import save_whole_what_is_accelerated
+        from ort_accel.hf.trainer_hooks import save_accelerated_atomically
 
-        save_whole_what_is_accelerated()
+        save_accelerated_atomically()
 
 
 def _refuse_device(accelerator: Accelerator) -> None:

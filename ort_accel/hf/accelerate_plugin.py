@@ -1,4 +1,4 @@
-"""ort_accel for scripts with an `accelerate.Accelerator`."""
+"""The plugin for scripts with an `accelerate.Accelerator`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ort_accel.hf.activation import CONFIG_VARIABLE, ConfigSource, usable_config
 
 
 class ORTAccelPlugin(TorchDynamoPlugin):  # type: ignore[misc]
-    """Runs what an Accelerator prepares on ONNX Runtime: `Accelerator(dynamo_plugin=ORTAccelPlugin("x.yaml"))`.
+    """Runs the models of an Accelerator on ONNX Runtime: `Accelerator(dynamo_plugin=ORTAccelPlugin("x.yaml"))`.
 
-    It stands in the place of accelerate's own compiler settings, since a model has one compiler. But nothing is
-    wrapped: `prepare` gives back the same model (or DDP around it), with the same `state_dict` and checkpoints.
+    It replaces accelerate's compiler settings, since a model has one compiler. Nothing is wrapped: `prepare` returns
+    the same model, or DDP around it, with the same `state_dict` and checkpoints.
 
-    Sections given by name lie over the file, as in `ORTAccelPlugin("x.yaml", engine={"fallback": "error"})`. Without a
-    file, the one in the environment variable `ORT_ACCEL_CONFIG` counts, and without that the defaults.
+    Sections override the file, as in `ORTAccelPlugin("x.yaml", engine={"fallback": "error"})`. The file defaults to the
+    one in the environment variable `ORT_ACCEL_CONFIG`, and to the default configuration without it.
     """
 
-    of_the_launch: ClassVar[Config | None] = None
-    """What counts for an Accelerator without this plugin, in a script that `ort_accel.run` runs."""
+    launch_config: ClassVar[Config | None] = None
+    """The configuration of Accelerators without this plugin, in a script that `ort_accel.run` runs."""
 
     def __init__(self, config: ConfigSource = None, **sections: Mapping[str, Any]) -> None:
         if is_initialized():
@@ -42,29 +42,29 @@ class ORTAccelPlugin(TorchDynamoPlugin):  # type: ignore[misc]
 
 
 def accelerate_all_models(config_file: str | None) -> None:
-    """Let every Accelerator of this process run its models on ONNX Runtime, as this file says or the defaults.
+    """Let every Accelerator of this process run its models on ONNX Runtime, by this file or by the defaults.
 
-    What the script itself asks for goes first: a plugin or trainer without a file of its own takes this one.
+    A plugin or trainer of the script with a file of its own uses that file.
     """
     config = usable_config(config_file)
     if config_file is not None:
         os.environ[CONFIG_VARIABLE] = str(Path(config_file).absolute())
-    ORTAccelPlugin.of_the_launch = config
+    ORTAccelPlugin.launch_config = config
     hook_accelerators(_config_of)
 
 
 def _config_of(accelerator: Accelerator) -> Config | None:
     plugin = accelerator.state.dynamo_plugin
-    return plugin.config if isinstance(plugin, ORTAccelPlugin) else ORTAccelPlugin.of_the_launch
+    return plugin.config if isinstance(plugin, ORTAccelPlugin) else ORTAccelPlugin.launch_config
 
 
 def _with_sections(config: Config, sections: Mapping[str, Any]) -> Config:
-    return usable_config(load_config(_laid_over(config.to_dict(), sections))) if sections else config
+    return usable_config(load_config(_merged(config.to_dict(), sections))) if sections else config
 
 
-def _laid_over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
     for key, value in over.items():
-        below = merged.get(key)
-        merged[key] = _laid_over(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
-    return merged
+        below = result.get(key)
+        result[key] = _merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return result

@@ -1,4 +1,4 @@
-"""From a configuration to a model that runs on ONNX Runtime, for everything in this room."""
+"""Loading of a configuration, and activation of a model on ONNX Runtime by it."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.fused_head import write_out_heads
 from ort_accel.reporting import Report
-from ort_accel.subscribers.zero_offload import accelerate_partitioned, is_partitioned, zero_in
+from ort_accel.zero3 import accelerate_partitioned, is_partitioned, zero_optimizer_in
 
 if TYPE_CHECKING:
     from torch import nn
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
-"""A YAML file, the same as a dict, a finished configuration, or None for the defaults."""
+"""A YAML file, its content as a dict, a `Config`, or None for the defaults."""
 
 CONFIG_VARIABLE = "ORT_ACCEL_CONFIG"
-"""The environment variable that names the YAML file where a script names none."""
+"""The environment variable that names the YAML file for a script that names none."""
 
 
 def usable_config(source: ConfigSource) -> Config:
-    """Load a configuration and refuse what it asks for and nobody would do, before anything is built.
+    """Load a configuration. Raises if it asks for a feature that is not available.
 
-    Without a source, the file that the environment names counts: `ort-accel launch` names its own there.
+    The source defaults to the file that the environment names, as `ort-accel launch` does.
     """
     config = load_config(os.environ.get(CONFIG_VARIABLE) or None if source is None else source)
     refuse_unsupported(config)
     return config
 
 
-def activate(model: nn.Module, config: Config, optimizer: Any = None, earlier: ModelCall | None = None) -> None:
+def activate(model: nn.Module, config: Config, optimizer: object = None, earlier: ModelCall | None = None) -> None:
     """Run a model as the configuration says, in place. A second call changes nothing.
 
-    Where `earlier` served a model of the same kind, this one has what was compiled then. Under ZeRO stage 3 nothing is
-    done before DeepSpeed has wrapped the optimizer, since only then layers can be told.
+    The model takes over the compiled code of `earlier` if both are of the same kind. Under ZeRO stage 3 nothing is done
+    before DeepSpeed has wrapped the optimizer, since that is needed to gather layers.
     """
     if not config.engine.enabled:
         return
     write_out_heads()
-    if is_partitioned(model) and (zero := zero_in(optimizer)) is not None:
+    if is_partitioned(model) and (zero := zero_optimizer_in(optimizer)) is not None:
         accelerate_partitioned(model, config, zero)
     elif is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
         return
@@ -57,7 +57,7 @@ def activate(model: nn.Module, config: Config, optimizer: Any = None, earlier: M
 
 
 def report_of(model: nn.Module, config: Config) -> Report:
-    """The report of a model that is trained; one that eager PyTorch trains has a report of its steps alone."""
+    """Returns the report of a model; a model in eager PyTorch gets a report of its steps only."""
     try:
         return ort_accel.report(model)
     except OrtAccelError as error:

@@ -1,4 +1,4 @@
-"""The training arguments of transformers, and one more: ort_accel's YAML file."""
+"""The training arguments of transformers with one more: ort_accel's YAML file."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-from ort_accel.hf.optimizer import KnowsFusedAdam
+from ort_accel.hf.optimizer import AcceptsFusedAdam
 
 
 @dataclass
-class _ConfigArgument(KnowsFusedAdam):
+class _ConfigArgument(AcceptsFusedAdam):
     ort_config: str | None = field(
         default=None,
         metadata={"help": "The YAML file that sets up ort_accel. Without one, everything is at its default."},

@@ -1,4 +1,4 @@
-"""ort_accel for any Trainer that takes callbacks."""
+"""The callback that runs the model of any Trainer on ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from weakref import WeakSet
 
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
+import ort_accel
+from ort_accel.config import Config
 from ort_accel.engine import call_of, foresee, inspector_of, report_file_of
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import ConfigSource, activate, report_of, usable_config
+from ort_accel.hf.batch_shapes import shapes_of_batches
 from ort_accel.hf.companions import accelerate_companion
-from ort_accel.hf.foreseen_sizes import foreseen_in
-from ort_accel.hf.in_backward import record_step_in_backward
 from ort_accel.hf.load_balancing import record_load_balancing
 from ort_accel.hf.metrics import StepMetrics
-from ort_accel.hf.optimizer import settle_optimizer
-from ort_accel.hf.statistics import record_activations
-from ort_accel.hf.trainer_hooks import install
+from ort_accel.hf.optimizer import check_optimizer, step_in_backward_if_configured
+from ort_accel.hf.trainer_hooks import extend_trainer
 from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.report_file import ReportFile
 from ort_accel.optim import StepInBackward
-from ort_accel.subscribers import SubscriberManager
+from ort_accel.subscribers import StatisticsSubscriber, SubscriberManager
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,25 +33,24 @@ if TYPE_CHECKING:
 class ORTAccelCallback(TrainerCallback):
     """Runs the model of an unmodified Trainer on ONNX Runtime: `Trainer(..., callbacks=[ORTAccelCallback("x.yaml")])`.
 
-    It adds the numbers of `StepMetrics` to what the Trainer's loggers get of each line of the training log, and its
-    checkpoints get their name when they are whole. A configuration that cannot be used is an error here, before the
-    Trainer is built.
+    It adds the numbers of `StepMetrics` to each line of the training log, and makes checkpoints atomic. An unusable
+    configuration raises here, before the Trainer is built.
     """
 
     def __init__(self, config: ConfigSource = None) -> None:
         self.config = usable_config(config)
         self._call: ModelCall | None = None
-        """What the model runs; a search replaces the model for each of its trials."""
+        """The call of the current model; a hyperparameter search replaces the model in each trial."""
         self._activations: SubscriberManager | None = None
-        self._in_backward: StepInBackward | None = None
+        self._step_in_backward: StepInBackward | None = None
         self._file: ReportFile | None = None
         self._inspector: DensityInspector | None = None
         self._companions: WeakSet[nn.Module] = WeakSet()
         self.metrics = StepMetrics()
-        install(ORTAccelCallback)
+        extend_trainer(ORTAccelCallback)
 
-    def start(self, args: TrainingArguments, model: nn.Module, optimizer: Any = None) -> None:
-        """Activate the model of a Trainer; what already runs as configured is left as it is."""
+    def start(self, args: TrainingArguments, model: nn.Module, optimizer: object = None) -> None:
+        """Activate the model of a Trainer; a model that runs as configured does not change."""
         if self.config.engine.enabled and args.n_gpu > 1:
             raise OrtAccelError(
                 f"one process with {args.n_gpu} GPUs trains under torch.nn.DataParallel, which copies the model in "
@@ -65,24 +64,25 @@ class ORTAccelCallback(TrainerCallback):
         activate(model, self.config, optimizer, self._call)
         self._call = call_of(model)
 
-    def on_init_end(self, args: TrainingArguments, *_: Any, **named: Any) -> None:
-        """Activate the model, so that evaluation without training runs on it too."""
+    def on_init_end(self, args: TrainingArguments, *_: object, **named: Any) -> None:
+        """Activate the model, so that evaluation without training runs on ONNX Runtime, too."""
         self.start(args, named["model"])
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **named: Any) -> None:
-        """Activate the model again: with `model_init` the Trainer has made a new one. Then settle its optimizer."""
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: object, **named: Any) -> None:
+        """Activate the model, which `model_init` may have replaced, and configure everything else for the training."""
         self.start(args, named["model"], named.get("optimizer"))
         steps = state.max_steps * args.gradient_accumulation_steps
-        sizes = foreseen_in(named.get("train_dataloader"), steps)
-        sizes.batch |= args.eval_strategy != "no" and args.eval_batch_size != args.train_batch_size
+        shapes = shapes_of_batches(named.get("train_dataloader"), steps)
+        shapes.batch |= args.eval_strategy != "no" and args.eval_batch_size != args.train_batch_size
         for model in (named["model"], *self._companions):
-            foresee(model, sizes)
-        settle_optimizer(named.get("optimizer"), named["model"], self.config)
-        self._leave_backward()  # of a training that was broken off
-        self._in_backward = record_step_in_backward(args, named.get("optimizer"), named["model"], self.config)
-        self._activations = record_activations(named["model"], self.config)
+            foresee(model, shapes)
+        check_optimizer(named.get("optimizer"), named["model"], self.config)
+        self._stop_step_in_backward()  # of a training that was interrupted
+        optimizer = named.get("optimizer")
+        self._step_in_backward = step_in_backward_if_configured(args, optimizer, named["model"], self.config)
+        self._activations = _record_activations(named["model"], self.config)
         report = self.metrics.report = report_of(named["model"], self.config)
-        report.series.clear()  # of a training before
+        report.series.clear()  # of an earlier training
         record_load_balancing(report, self.config, named.get("train_dataloader"), args.world_size)
         if self.config.density.inspect:
             every, level = self.config.density.inspect_every, self.config.observe.log_level
@@ -92,9 +92,9 @@ class ORTAccelCallback(TrainerCallback):
         if path is not None:
             self._file = report_file_of(named["model"]) or ReportFile(report, path)
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Take what watches the model off it again, and write the report."""
-        self._leave_backward()
+    def on_train_end(self, *_: object, **__: object) -> None:
+        """Remove everything that watches the model, and write the report."""
+        self._stop_step_in_backward()
         if self._activations is not None:
             self._activations.unsubscribe()
             self._activations = None
@@ -105,27 +105,27 @@ class ORTAccelCallback(TrainerCallback):
         if self._file is not None:
             self._file.write()
 
-    def _leave_backward(self) -> None:
-        if self._in_backward is not None:
-            self._in_backward.remove()
-            self._in_backward = None
+    def _stop_step_in_backward(self) -> None:
+        if self._step_in_backward is not None:
+            self._step_in_backward.remove()
+            self._step_in_backward = None
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Start the clock of an optimizer step."""
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        """Start the timer of an optimizer step."""
         self.metrics.begin_step()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:  # noqa: ARG002
-        """Stop the clock."""
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:  # noqa: ARG002
+        """Stop the timer."""
         self.metrics.end_step(state.global_step)
 
-    def see(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Look at a batch that is about to be trained on, with all that the Trainer has of it."""
-        self.metrics.see(inputs)
+    def on_batch(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """Inspect a batch before the model is trained on it."""
+        self.metrics.count_tokens(inputs)
         if self._inspector is not None:
             self._inspector.see(model, inputs)
 
-    def accompany(self, model: nn.Module, companion: nn.Module) -> None:
-        """Run a model on ONNX Runtime, too, that is evaluated beside the one that is trained."""
+    def on_companion(self, model: nn.Module, companion: nn.Module) -> None:
+        """Run a model on ONNX Runtime that is only evaluated beside the trained one."""
         name = f"companion_{len(self._companions)}"
         if companion is not model and accelerate_companion(companion, self.config, name):
             self._companions.add(companion)
@@ -133,14 +133,32 @@ class ORTAccelCallback(TrainerCallback):
             report_of(model, self.config).note(f"a {kind} that is only evaluated beside this model runs there, too")
 
     @property
-    def where(self) -> Literal["loggers", "history", "none"]:
-        """Which parts of the training log have the figures."""
+    def metrics_target(self) -> Literal["loggers", "history", "none"]:
+        """The parts of the training log that get the metrics."""
         return self.config.observe.metrics
 
-    def figures(self) -> dict[str, float]:
-        """The numbers since the last line of the log."""
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics since the last line of the log."""
         values = self.metrics.take()
         if values and self._inspector is not None:
             self._inspector.settle()
             values |= self._inspector.needed()
         return values
+
+
+def _record_activations(model: nn.Module, config: Config) -> SubscriberManager | None:
+    """Begin to write statistics of a model's activations, if the configuration asks for them."""
+    settings = config.observe.activation_statistics
+    if settings is None:
+        return None
+    subscriber = StatisticsSubscriber(
+        settings.output_dir,
+        start_step=settings.start_step,
+        end_step=settings.end_step,
+        override_output_dir=settings.override_output_dir,
+        run_on_cpu=settings.run_on_cpu,
+        bucket_size=settings.bucket_size,
+    )
+    if config.engine.enabled:
+        ort_accel.report(model).applied("observe.activation_statistics", f"written to {settings.output_dir}")
+    return SubscriberManager().subscribe(model, [subscriber])

@@ -1,4 +1,4 @@
-"""A checkpoint appears under its name when it is whole: it is written aside, and renamed last."""
+"""Atomic checkpoints: a checkpoint is written under another name, and renamed when it is complete."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ from typing import Any
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-ASIDE = "_saving"
-"""The folder beside the checkpoints. Resuming does not look into it, and uploads leave out names that begin so."""
+Trial = Any
+"""A trial of a hyperparameter search, of any backend; None outside of a search."""
+
+UNFINISHED_FOLDER = "_saving"
+"""The folder for unfinished checkpoints, which resuming and uploads ignore."""
 
 
-def save_whole(trainer: Trainer, save: Callable[[], None], trial: Any) -> None:
-    """Let a Trainer save a checkpoint, so that a process killed meanwhile leaves none that is not whole.
+def save_atomically(trainer: Trainer, save: Callable[[], None], trial: Trial) -> None:
+    """Let a Trainer save a checkpoint, so that a killed process leaves no incomplete one.
 
-    `save` is the Trainer's own saving. What it does with a finished checkpoint, rotation and upload, follows the
-    renaming.
+    `save` is the Trainer's own method. Rotation and upload follow the renaming.
     """
     run = Path(trainer._get_output_dir(trial))
-    aside, folder = run / ASIDE, f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    unfinished, folder = run / UNFINISHED_FOLDER, f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
     if trainer.args.should_save:
-        shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a killed process
     trainer.accelerator.wait_for_everyone()
     uploads: list[str] = []
-    elsewhere = {"_get_output_dir": lambda *_, **__: str(aside), "_push_from_checkpoint": uploads.append}
-    vars(trainer).update(elsewhere)
+    overrides = {"_get_output_dir": lambda *_, **__: str(unfinished), "_push_from_checkpoint": uploads.append}
+    vars(trainer).update(overrides)
     try:
         save()
     finally:
-        for name in elsewhere:
+        for name in overrides:
             del vars(trainer)[name]
-    _correct_best(trainer, run, aside / folder)
-    _publish(trainer, aside, run / folder)
+    _correct_best(trainer, run, unfinished / folder)
+    _publish(trainer, unfinished, run / folder)
     for _ in uploads:
         trainer._push_from_checkpoint(str(run / folder))
     if trainer.args.should_save:
@@ -43,7 +45,7 @@ def save_whole(trainer: Trainer, save: Callable[[], None], trial: Any) -> None:
 
 
 def _correct_best(trainer: Trainer, run: Path, written: Path) -> None:
-    """The Trainer notes where the best checkpoint is, if it sees it; it saw only the one that it wrote aside."""
+    """Set the path of the best checkpoint, since the Trainer saw only the unfinished folder."""
     state = trainer.state
     best = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
     noted = state.best_model_checkpoint
@@ -54,20 +56,20 @@ def _correct_best(trainer: Trainer, run: Path, written: Path) -> None:
         state.save_to_json(str(written / "trainer_state.json"))
 
 
-def _publish(trainer: Trainer, aside: Path, checkpoint: Path) -> None:
-    """Rename when every process has written. Where machines share no disk, each has a part to rename."""
+def _publish(trainer: Trainer, unfinished: Path, checkpoint: Path) -> None:
+    """Rename the checkpoint when every process has written it, on each machine if they share no disk."""
     wait = trainer.accelerator.wait_for_everyone
     wait()
     if trainer.args.should_save:
-        _rename(aside, checkpoint)
+        _rename(unfinished, checkpoint)
     wait()
-    if trainer.args.local_process_index == 0 and aside.is_dir():
-        _rename(aside, checkpoint)
+    if trainer.args.local_process_index == 0 and unfinished.is_dir():
+        _rename(unfinished, checkpoint)
     wait()
 
 
-def _rename(aside: Path, checkpoint: Path) -> None:
+def _rename(unfinished: Path, checkpoint: Path) -> None:
     if checkpoint.exists():
-        checkpoint.rename(aside / "replaced")
-    (aside / checkpoint.name).rename(checkpoint)
-    shutil.rmtree(aside)
+        checkpoint.rename(unfinished / "replaced")
+    (unfinished / checkpoint.name).rename(checkpoint)
+    shutil.rmtree(unfinished)

@@ -1,7 +1,7 @@
-"""Models that a Trainer has beside the one that it trains: TRL's reference, reward and teacher models.
+"""Companion models, which a Trainer evaluates beside the one that it trains: TRL's reference, reward and teacher.
 
-No event tells of them, but each goes through its Accelerator's `prepare_model`, for evaluation. Those of DeepSpeed and
-FSDP do not, and stay as they are.
+They are found in `prepare_model` of the Trainer's Accelerator, since no event of the Trainer mentions them. Companions
+under DeepSpeed and FSDP do not go through it, and stay plain.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ort_accel.config import Config
 if TYPE_CHECKING:
     from transformers import Trainer
 
-Told = Callable[["Trainer", nn.Module], None]
-"""Told of a Trainer, and of a model that was prepared for it."""
+CompanionHandler = Callable[["Trainer", nn.Module], None]
+"""A function that is called with a Trainer and a model that was prepared for its evaluation."""
 
-_OWNERS: WeakKeyDictionary[Accelerator, ref[Trainer]] = WeakKeyDictionary()
-
-
-def owns(trainer: Trainer) -> None:
-    """Remember whose Accelerator a Trainer's is."""
-    _OWNERS[trainer.accelerator] = ref(trainer)
+_TRAINERS: WeakKeyDictionary[Accelerator, ref[Trainer]] = WeakKeyDictionary()
 
 
-def tell_of_companions(told: Told) -> None:
-    """Call this for each model that the Accelerator of a Trainer prepares for evaluation."""
+def remember_trainer(trainer: Trainer) -> None:
+    """Remember the Trainer of an Accelerator."""
+    _TRAINERS[trainer.accelerator] = ref(trainer)
+
+
+def on_companions(handler: CompanionHandler) -> None:
+    """Call the handler for each model that a Trainer's Accelerator prepares for evaluation."""
     original = Accelerator.prepare_model
 
     @wraps(original)
@@ -41,17 +41,19 @@ def tell_of_companions(told: Told) -> None:
         self: Accelerator, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         prepared: nn.Module = original(self, model, device_placement, evaluation_mode)
-        owner = _OWNERS.get(self)
-        if evaluation_mode and owner is not None and (trainer := owner()) is not None:
-            told(trainer, prepared)
+        weak = _TRAINERS.get(self)
+        if evaluation_mode and weak is not None and (trainer := weak()) is not None:
+            handler(trainer, prepared)
         return prepared
 
     Accelerator.prepare_model = prepare_model
 
 
 def accelerate_companion(model: nn.Module, config: Config, name: str) -> bool:
-    """Accelerate a model that is only evaluated; says whether that was done. What runs on a compiler stays as it is.
-    The report file and the inspector are for the model that is trained, and files of ONNX models get this name."""
+    """Accelerate a model that is only evaluated. Returns false for a model that another compiler runs.
+
+    It has no report file and no inspector, and its ONNX files get this name.
+    """
     if not config.engine.enabled or isinstance(model, OptimizedModule) or model._compiled_call_impl is not None:
         return False
     engine = config.engine.model_copy(update={"onnx_prefix": f"{config.engine.onnx_prefix}_{name}"})

@@ -1,7 +1,7 @@
-"""The head of TRL's language models, which scores tokens in pieces of the vocabulary, written as plain operators.
+"""Plain operators in place of TRL's head of language models, which computes log probabilities in chunks.
 
-TRL never makes all scores at once, and on a CPU it makes those of every token, padding and prompts among them, a
-second time for the backward. As operators in the model's graph they are made once, for the tokens that count.
+TRL never holds all logits at once, and on a CPU it computes the logits of every token again in the backward, padding
+and prompts included. As operators of the model's graph they are computed once, and only for tokens with a label.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from torch.nn import functional as F
 from ort_accel.capture.autograd_replacements import Written, write_out
 from ort_accel.kernels.token_log_probs import token_scores
 
-KERNELS = "trl.kernels.chunked_logprob"
-MOST = 1 << 28
-"""So many scores (1 GiB) are made at once at most. Beyond that TRL's own function takes less memory."""
+TRL_MODULE = "trl.kernels.chunked_logprob"
+MAX_LOGITS = 1 << 28
+"""The number of logits above which TRL's own function is used, since it takes less memory."""
 
-Scores = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+LogProbs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def write_out_heads() -> None:
-    """Capture TRL's head as operators, where TRL is in use."""
-    kernels = sys.modules.get(KERNELS)  # its import takes seconds, and whoever trains with it has done it
+    """Capture TRL's head as plain operators, if TRL is imported."""
+    kernels = sys.modules.get(TRL_MODULE)  # a script that trains with it has imported it, which is slow
     function = getattr(kernels, "ChunkedLogProbFunction", None)
     if function is not None:
-        write_out(function, Written(_scores, _suits))
+        write_out(function, Written(_log_probs, _is_suitable))
 
 
-def _suits(arguments: Sequence[Any]) -> bool:
+def _is_suitable(arguments: Sequence[Any]) -> bool:
     hidden, weight = arguments[:2]
     is_on_cpu = isinstance(hidden, Tensor) and isinstance(weight, Tensor) and hidden.device.type == "cpu"
-    return is_on_cpu and bool(hidden.shape[0] * weight.shape[0] <= MOST)
+    return is_on_cpu and bool(hidden.shape[0] * weight.shape[0] <= MAX_LOGITS)
 
 
-def _scores(
+def _log_probs(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -48,22 +48,22 @@ def _scores(
     softcap: float | None = None,
     scale: float = 1.0,
     outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
-) -> Scores:
-    """For each row of `hidden` the logarithm of its target's probability, and what else `outputs` asks for."""
+) -> LogProbs:
+    """Returns the log probability of each row's target, and the statistics that `outputs` names."""
     bias = None if bias is None else bias.to(hidden.dtype)
-    scores = F.linear(hidden, weight.to(hidden.dtype), bias).float()
+    logits = F.linear(hidden, weight.to(hidden.dtype), bias).float()
     if scale != 1:
-        scores = scores * scale
+        logits = logits * scale
     if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+        logits = softcap * torch.tanh(logits / softcap)
     if temperature != 1:
-        scores = scores / temperature
-    found, entropy, total = token_scores(scores, targets)
-    scores = scores.detach()
+        logits = logits / temperature
+    found, entropy, total = token_scores(logits, targets)
+    logits = logits.detach()
     return (
         found,
         entropy if "entropy" in outputs else None,
-        (2 * scores).logsumexp(-1) - 2 * total if "log_sum_sq_probs" in outputs else None,
-        scores.mean(-1) if "mean_logits" in outputs else None,
-        scores.argmax(-1) == targets if "is_top1" in outputs else None,
+        (2 * logits).logsumexp(-1) - 2 * total if "log_sum_sq_probs" in outputs else None,
+        logits.mean(-1) if "mean_logits" in outputs else None,
+        logits.argmax(-1) == targets if "is_top1" in outputs else None,
     )

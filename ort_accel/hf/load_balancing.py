@@ -1,7 +1,7 @@
-"""`distributed.load_balancing` in a Trainer: samples in an order that accelerate deals out with equal work.
+"""`distributed.load_balancing` in a Trainer: an order of samples that accelerate shards into equal work.
 
-Accelerate shards the batches of whatever sampler a Trainer has, so this one gives the samples of all processes, step by
-step and process by process in it. Nothing is sharded twice, and skipping and resuming stay the Trainer's.
+Accelerate shards the batches of a Trainer's sampler. So this sampler gives the samples of all processes: step by step,
+and in each step process by process. Skipping and resuming stay the Trainer's.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 FEATURE = "distributed.load_balancing.enabled"
-KEPT_STEPS = 256
-"""Steps of an epoch whose loads the report keeps, at most."""
+MAX_REPORTED_STEPS = 256
+"""The most steps of an epoch whose loads are in the report."""
 
 
 class StepOrder(Sampler[int]):
-    """The samples of all processes in the Trainer's epoch: a step of the first process, then of the second.
+    """The samples of all processes in the Trainer's epoch: each step has those of the first process, then the second.
 
-    Incomplete last steps are filled with each process's first samples, or left out.
+    An incomplete last step is filled with each process's first samples, or left out.
     """
 
     def __init__(self, sampler: LoadBalancingDistributedSampler, batch_size: int, trainer: Trainer) -> None:
         self.sampler, self.batch_size, self._trainer = sampler, batch_size, trainer
 
     def __len__(self) -> int:
-        return self._turns() * self.sampler.rules.world_size
+        return self._padded_rounds() * self.sampler.rules.world_size
 
     def __iter__(self) -> Iterator[int]:
-        # From the Trainer's state, since not every way of resuming passes the epoch on to a sampler.
+        # The epoch is the Trainer's, since resuming does not always pass it to the sampler.
         self.sampler.set_epoch(int(self._trainer.state.epoch or 0))
         rounds = self.sampler.rounds()
-        turns = [turn % len(rounds) for turn in range(self._turns())]
-        for start in range(0, len(turns), self.batch_size):
-            yield from rounds[turns[start : start + self.batch_size]].T.flatten().tolist()
+        indices = [index % len(rounds) for index in range(self._padded_rounds())]
+        for start in range(0, len(indices), self.batch_size):
+            yield from rounds[indices[start : start + self.batch_size]].T.flatten().tolist()
 
-    def _turns(self) -> int:
-        """The samples of each process, in whole steps."""
+    def _padded_rounds(self) -> int:
+        """Returns the number of rounds in whole steps."""
         whole, rest = divmod(len(self.sampler), self.batch_size)
         return (whole + (bool(rest) and not self.sampler.rules.drop_last)) * self.batch_size
 
 
 def load_balanced_order(trainer: Trainer, config: Config, dataset: Any) -> Sampler[int] | None:
-    """The sampler of a Trainer whose configuration asks for load balancing; None where it keeps its own."""
+    """Returns the sampler for a configuration with load balancing; None if the Trainer keeps its own."""
     args = trainer.args
     if not config.distributed.load_balancing.enabled or args.world_size == 1:
         return None
@@ -66,23 +66,23 @@ def load_balanced_order(trainer: Trainer, config: Config, dataset: Any) -> Sampl
             f"distributed.load_balancing and train_sampling_strategy={args.train_sampling_strategy!r} both decide the "
             "order of samples; remove one of them"
         )
-    wish = config.distributed.load_balancing
+    settings = config.distributed.load_balancing
     sampler = LoadBalancingDistributedSampler(
         lengths_of(samples, trainer),
         float,
         args.world_size,
         args.process_index,
-        group_size=wish.group_size,
-        seed=wish.seed,
-        drop_last=wish.drop_last or args.dataloader_drop_last,
-        random_level=wish.random_level,
+        group_size=settings.group_size,
+        seed=settings.seed,
+        drop_last=settings.drop_last or args.dataloader_drop_last,
+        random_level=settings.random_level,
     )
     split = trainer.accelerator.dataloader_config.split_batches
     return StepOrder(sampler, args.train_batch_size // (args.world_size if split else 1), trainer)
 
 
 def lengths_of(samples: Any, trainer: Trainer) -> Sequence[int]:
-    """The number of tokens of each sample: from its column where the dataset has one, otherwise counted."""
+    """Returns the number of tokens of each sample, from the length column if the dataset has one."""
     column = trainer.args.length_column_name
     if column in (getattr(samples, "column_names", None) or ()):
         return [int(length) for length in samples[column]]
@@ -96,8 +96,8 @@ def lengths_of(samples: Any, trainer: Trainer) -> Sequence[int]:
         ) from error
 
 
-def record_load_balancing(report: Report, config: Config, loader: Any, world_size: int) -> None:
-    """Write into the report what balancing brings; a wish that this training does not obey is an error."""
+def record_load_balancing(report: Report, config: Config, loader: object, world_size: int) -> None:
+    """Report the effect of load balancing. Raises if it is configured and the data loader has another sampler."""
     if not config.distributed.load_balancing.enabled:
         return
     if world_size == 1:
@@ -115,7 +115,7 @@ def record_load_balancing(report: Report, config: Config, loader: Any, world_siz
         f"processes wait {after.waiting:.1%} of the time for the one with the most tokens in a step, "
         f"{before.waiting:.1%} without",
     )
-    every = -(-len(after.loads) // KEPT_STEPS) or 1
+    every = -(-len(after.loads) // MAX_REPORTED_STEPS) or 1
     report.load_balance = LoadBalance(
         before=before.loads[::every].tolist(),
         after=after.loads[::every].tolist(),
@@ -125,8 +125,8 @@ def record_load_balancing(report: Report, config: Config, loader: Any, world_siz
     )
 
 
-def _order_of(loader: Any) -> StepOrder | None:
-    """The order under a data loader, through the samplers that accelerate put around it."""
+def _order_of(loader: object) -> StepOrder | None:
+    """Returns the `StepOrder` inside the samplers of a data loader."""
     sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
     while sampler is not None and not isinstance(sampler, StepOrder):
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)

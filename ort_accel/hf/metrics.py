@@ -1,4 +1,4 @@
-"""What the engine's training steps cost: numbers beside the loss in a Trainer's log, and step by step in the report."""
+"""Metrics of training steps, for the Trainer's log and the report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -17,15 +16,15 @@ from ort_accel.reporting import Report, State
 
 
 @dataclass
-class _Tally:
-    """How many of how many count. Counts stay tensors until they are read: reading makes the host wait for a device."""
+class _Share:
+    """The count of valid elements among all. Counts stay tensors until they are read, since reading blocks the host."""
 
     counts: list[torch.Tensor | int] = field(default_factory=list)
-    of: int = 0
+    total: int = 0
 
-    def add(self, count: torch.Tensor | int, of: int) -> None:
+    def add(self, count: torch.Tensor | int, total: int) -> None:
         self.counts.append(count)
-        self.of += of
+        self.total += total
 
     def valid(self) -> int:
         self.counts = [sum(map(int, self.counts))]
@@ -34,20 +33,20 @@ class _Tally:
 
 @dataclass
 class _Step:
-    """One optimizer step."""
+    """The metrics of one optimizer step."""
 
-    tokens: _Tally = field(default_factory=_Tally)
-    labels: _Tally = field(default_factory=_Tally)
+    tokens: _Share = field(default_factory=_Share)
+    labels: _Share = field(default_factory=_Share)
     is_masked: bool = False
     number: int = 0
     seconds: float = 0.0
 
 
-def _figures(steps: Sequence[_Step]) -> dict[str, float]:
-    """What so many steps come to."""
+def _mean_metrics(steps: Sequence[_Step]) -> dict[str, float]:
+    """Returns the metrics over these steps."""
     seconds = sum(step.seconds for step in steps)
-    tokens, valid = sum(step.tokens.of for step in steps), sum(step.tokens.valid() for step in steps)
-    labels = sum(step.labels.of for step in steps)
+    tokens, valid = sum(step.tokens.total for step in steps), sum(step.tokens.valid() for step in steps)
+    labels = sum(step.labels.total for step in steps)
     found = {"ort/step_time": seconds / len(steps)}
     if tokens:
         found["ort/tokens_per_s"] = valid / seconds
@@ -59,53 +58,55 @@ def _figures(steps: Sequence[_Step]) -> dict[str, float]:
 
 
 class StepMetrics:
-    """Collects between two lines of the log. All numbers are of this process.
+    """Collects the metrics of this process between two lines of the log. Unknown metrics are left out.
 
-    `ort/step_time` is in seconds an optimizer step, `ort/tokens_per_s` counts tokens that are not padding,
-    `ort/density` is their share, `ort/label_density` that of the labels of tokens that are not ignored,
-    `ort/peak_memory` is the most memory the process has held so far, in MiB, and `ort/fallbacks` the number of nodes
-    that ONNX Runtime cannot run and PyTorch runs. What is not known is left out.
+    - `ort/step_time`: seconds of an optimizer step
+    - `ort/tokens_per_s`: tokens a second, without padding
+    - `ort/density`: the share of tokens that are not padding
+    - `ort/label_density`: the share of token labels that are not ignored
+    - `ort/peak_memory`: the most memory that the process has held, in MiB
+    - `ort/fallbacks`: the number of nodes that PyTorch runs because ONNX Runtime cannot
     """
 
     def __init__(self) -> None:
         self.report: Report | None = None
-        """Where each step is recorded."""
-        self._began: float | None = None
-        self._now = _Step()
+        """The report that gets the metrics of each step."""
+        self._start: float | None = None
+        self._current = _Step()
         self._steps: list[_Step] = []
 
     def begin_step(self) -> None:
-        """An optimizer step begins."""
-        self._began = time.perf_counter()
+        """Start the timer of an optimizer step."""
+        self._start = time.perf_counter()
 
-    def see(self, inputs: Mapping[str, Any]) -> None:
-        """Count the tokens of a batch that is about to be trained on."""
+    def count_tokens(self, inputs: Mapping[str, object]) -> None:
+        """Count the tokens and labels of a batch."""
         ids, mask, labels = (inputs.get(name) for name in ("input_ids", "attention_mask", "labels"))
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-            self._now.tokens.add(mask.count_nonzero(), mask.numel())
-            self._now.is_masked = True
+            self._current.tokens.add(mask.count_nonzero(), mask.numel())
+            self._current.is_masked = True
         elif isinstance(ids, torch.Tensor):
-            self._now.tokens.add(ids.numel(), ids.numel())
+            self._current.tokens.add(ids.numel(), ids.numel())
         if is_of_tokens(labels):
-            self._now.labels.add((labels != IGNORED).count_nonzero(), labels.numel())
+            self._current.labels.add((labels != IGNORED).count_nonzero(), labels.numel())
 
     def end_step(self, number: int) -> None:
-        """An optimizer step is over, the one with this number."""
-        if self._began is not None:
-            self._now.number, self._now.seconds = number, time.perf_counter() - self._began
-            self._steps.append(self._now)
-            self._now, self._began = _Step(), None
+        """End the optimizer step with this number."""
+        if self._start is not None:
+            self._current.number, self._current.seconds = number, time.perf_counter() - self._start
+            self._steps.append(self._current)
+            self._current, self._start = _Step(), None
 
     def take(self) -> dict[str, float]:
-        """The numbers since the last call; nothing before the first step."""
+        """Returns the metrics since the last call; none before the first step."""
         steps, self._steps = self._steps, []
         if not steps:
             return {}
         for step in steps:
-            self._record(step.number, _figures([step]))
+            self._record(step.number, _mean_metrics([step]))
         memory = {"ort/peak_memory": peak_memory() / 2**20}
         self._record(steps[-1].number, memory)
-        return _figures(steps) | memory | self._fallbacks()
+        return _mean_metrics(steps) | memory | self._fallbacks()
 
     def _record(self, step: int, values: Mapping[str, float]) -> None:
         if self.report is not None:
@@ -120,7 +121,7 @@ class StepMetrics:
 
 
 def peak_memory() -> int:
-    """The most memory that this process has held, in bytes: of the GPU where it uses one, else resident."""
+    """Returns the most memory that this process has held, in bytes: of its GPU, or resident."""
     allocated = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     if allocated:
         return allocated

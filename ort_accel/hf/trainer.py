@@ -1,9 +1,10 @@
-"""The trainers of transformers, with their model on ONNX Runtime. Loops and checkpoints stay theirs."""
+"""The trainers of transformers with their model on ONNX Runtime; loops and checkpoints are transformers'."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch.utils.data import Dataset, Sampler
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from ort_accel.config import Config
@@ -15,7 +16,7 @@ from ort_accel.hf.optimizer import BuildsOptimizer
 
 
 class _OnOnnxRuntime(BuildsOptimizer):
-    """What both trainers add: one argument, and one callback."""
+    """A mixin for both trainers, which adds an argument and a callback."""
 
     def __init__(
         self,
@@ -41,16 +42,16 @@ class _OnOnnxRuntime(BuildsOptimizer):
             self.add_callback(callback)
             callback.on_init_end(self.args, model=self.model)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        order = load_balanced_order(self, self.ort_config, train_dataset)
-        return super()._get_train_sampler(train_dataset) if order is None else order
+    def _get_train_sampler(self, train_dataset: Dataset[object] | None = None) -> Sampler[int] | None:
+        sampler = load_balanced_order(self, self.ort_config, train_dataset)
+        return super()._get_train_sampler(train_dataset) if sampler is None else sampler
 
 
 class ORTTrainer(_OnOnnxRuntime, Trainer):
     """`transformers.Trainer` with its model on ONNX Runtime. Takes the same arguments, and `ort_config`.
 
-    `ort_config` is a YAML file, the same as a dict, or a `Config`; without it `ORTTrainingArguments.ort_config` counts,
-    and without both the defaults. A configuration that cannot be used is an error before anything is built.
+    `ort_config` is a YAML file, its content as a dict, or a `Config`. It defaults to `ORTTrainingArguments.ort_config`,
+    and then to the default configuration. An unusable configuration raises before anything is built.
     """
 
 
@@ -64,11 +65,11 @@ def _one_config(from_call: ConfigSource, from_args: str | None) -> Config:
     config = usable_config(from_call)
     if config != usable_config(from_args):
         raise OrtAccelError(
-            f"the trainer was given one ort_config ({_shown(from_call)}) and its training arguments another "
+            f"the trainer was given one ort_config ({_named(from_call)}) and its training arguments another "
             f"({from_args}), and they differ; give only one of them"
         )
     return config
 
 
-def _shown(source: ConfigSource) -> str:
+def _named(source: ConfigSource) -> str:
     return "a Config" if isinstance(source, Config) else str(source)

@@ -1,9 +1,8 @@
-"""Methods of transformers' Trainer that no callback event covers, extended for trainers that have our callback.
+"""Extensions of transformers' Trainer where its callback events do not suffice, for trainers with our callback.
 
-A callback is told that a checkpoint was saved, not that one is about to be; it sees the log after the reporters; it
-never sees a batch; what the Trainer makes of a model's outputs is behind the model; and no other model than the trained
-one is shown to it. So these are extended in place, once. A Trainer without our callback runs as before, but for
-one whose model a launch put on ONNX Runtime.
+There are no events for a batch, for the computation of the loss, or for companion models. None comes before a
+checkpoint is saved or before the loggers get a line. So these methods are extended in place, once. A Trainer without
+our callback does not change, except for one whose model a launch runs on ONNX Runtime.
 Checked on transformers 5.17 and 5.23; tests/hf/test_trainer_hooks.py says which assumption broke.
 """
 
@@ -11,129 +10,132 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
+from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler
 
 from ort_accel import engine
-from ort_accel.hf.checkpoint import save_whole
-from ort_accel.hf.companions import owns, tell_of_companions
-from ort_accel.hf.loss_in_graph import loss_in_graph
+from ort_accel.hf.checkpoint import Trial, save_atomically
+from ort_accel.hf.companions import on_companions, remember_trainer
+from ort_accel.hf.loss_in_graph import Count, Inputs, loss_in_graph
 
 
-class HasMetrics(Protocol):
-    """What the hooks need of a callback."""
+class TrainerEvents(Protocol):
+    """The interface of a callback that the extensions call."""
 
-    def see(self, model: Any, inputs: Mapping[str, Any]) -> None:
-        """A batch is about to be trained on."""
+    def on_batch(self, model: nn.Module | None, inputs: Inputs) -> None:
+        """Called with each batch before the model is trained on it."""
 
     @property
-    def where(self) -> Literal["loggers", "history", "none"]:
-        """Which parts of the training log have the figures."""
+    def metrics_target(self) -> Literal["loggers", "history", "none"]:
+        """The parts of the training log that get the metrics."""
 
-    def figures(self) -> Mapping[str, float]:
-        """What stands beside the loss in the log."""
+    def take_metrics(self) -> Mapping[str, float]:
+        """Returns the metrics for the next line of the log."""
 
-    def accompany(self, model: Any, companion: Any) -> None:
-        """A model is about to be evaluated: another one than is trained, or that one itself."""
+    def on_companion(self, model: nn.Module | None, companion: nn.Module) -> None:
+        """Called with each model that is prepared for evaluation, which may be the trained one."""
 
 
 @cache
-def install(kind: type[HasMetrics]) -> None:
-    """Extend `Trainer` for those of its objects that have a callback of this kind. A second call changes nothing."""
+def extend_trainer(kind: type[TrainerEvents]) -> None:
+    """Extend `Trainer` for trainers that have a callback of this kind. A second call changes nothing."""
 
-    def ours_in(handler: CallbackHandler) -> HasMetrics | None:
+    def callback_in(handler: CallbackHandler) -> TrainerEvents | None:
         return next((callback for callback in handler.callbacks if isinstance(callback, kind)), None)
 
-    def ours(trainer: Trainer) -> HasMetrics | None:
-        return ours_in(trainer.callback_handler)
+    def callback_of(trainer: Trainer) -> TrainerEvents | None:
+        return callback_in(trainer.callback_handler)
 
-    save_whole_for(lambda trainer: ours(trainer) is not None)
-    join_losses()
-    _extend("log", _logging(Trainer.log, ours))
+    save_atomically_for(lambda trainer: callback_of(trainer) is not None)
+    compile_losses()
+    _extend("log", _logging(Trainer.log, callback_of))
     CallbackHandler.on_log = wraps(CallbackHandler.on_log)(  # type: ignore[method-assign]
-        _telling(CallbackHandler.on_log, ours_in)
+        _telling(CallbackHandler.on_log, callback_in)
     )
-    _extend("training_step", _training(Trainer.training_step, ours))
+    _extend("training_step", _training(Trainer.training_step, callback_of))
     _extend("create_accelerator_and_postprocess", _owning(Trainer.create_accelerator_and_postprocess))
 
-    def told(trainer: Trainer, companion: Any) -> None:
-        callback = ours(trainer)
+    def handle_companion(trainer: Trainer, companion: nn.Module) -> None:
+        callback = callback_of(trainer)
         if callback is not None:
-            callback.accompany(trainer.model, companion)
+            callback.on_companion(trainer.model, companion)
 
-    tell_of_companions(told)
-
-
-_Finder = Callable[[Trainer], HasMetrics | None]
-
-_WHO_SAVES_WHOLE: list[Callable[[Trainer], bool]] = []
+    on_companions(handle_companion)
 
 
-def save_whole_for(wanted: Callable[[Trainer], bool]) -> None:
-    """Let those trainers write their checkpoints aside and rename them last for which this says so."""
-    if not _WHO_SAVES_WHOLE:
+_Finder = Callable[[Trainer], TrainerEvents | None]
+
+_ATOMIC_FOR: list[Callable[[Trainer], bool]] = []
+
+
+def save_atomically_for(wanted: Callable[[Trainer], bool]) -> None:
+    """Make checkpoints atomic for the trainers for which `wanted` is true."""
+    if not _ATOMIC_FOR:
         _extend("_save_checkpoint", _saving(Trainer._save_checkpoint))
-    _WHO_SAVES_WHOLE.append(wanted)
+    _ATOMIC_FOR.append(wanted)
 
 
 @cache
-def save_whole_what_is_accelerated() -> None:
-    """The same for every Trainer whose model runs on ONNX Runtime, with our callback or not."""
-    save_whole_for(lambda trainer: trainer.model is not None and engine.config_of(trainer.model) is not None)
-    join_losses()
+def save_accelerated_atomically() -> None:
+    """Make checkpoints atomic for every Trainer whose model runs on ONNX Runtime, with our callback or not."""
+    save_atomically_for(lambda trainer: trainer.model is not None and engine.config_of(trainer.model) is not None)
+    compile_losses()
 
 
 @cache
-def join_losses() -> None:
-    """Compile a loss that a Trainer computes itself together with its model, where that runs on ONNX Runtime."""
+def compile_losses() -> None:
+    """Compile the loss of every Trainer together with its model, if the model runs on ONNX Runtime."""
     _extend("compute_loss", _joining(Trainer.compute_loss))
 
 
-def _extend(name: str, method: Callable[..., Any]) -> None:
+def _extend(name: str, method: Callable[..., object]) -> None:
     setattr(Trainer, name, wraps(getattr(Trainer, name))(method))
 
 
 def _saving(original: Callable[..., None]) -> Callable[..., None]:
-    def save(self: Trainer, model: Any, trial: Any) -> None:
-        if any(wanted(self) for wanted in _WHO_SAVES_WHOLE):
-            save_whole(self, lambda: original(self, model, trial), trial)
+    def save(self: Trainer, model: nn.Module, trial: Trial) -> None:
+        if any(wanted(self) for wanted in _ATOMIC_FOR):
+            save_atomically(self, lambda: original(self, model, trial), trial)
         else:
             original(self, model, trial)
 
     return save
 
 
-def _logging(original: Callable[..., None], ours: _Finder) -> Callable[..., None]:
+def _logging(original: Callable[..., None], callback_of: _Finder) -> Callable[..., None]:
     def log(self: Trainer, logs: dict[str, float], start_time: float | None = None) -> None:
-        callback = ours(self)
-        if callback is not None and "loss" in logs and callback.where == "history":
-            logs.update(callback.figures())
+        callback = callback_of(self)
+        if callback is not None and "loss" in logs and callback.metrics_target == "history":
+            logs.update(callback.take_metrics())
         original(self, logs, start_time)
 
     return log
 
 
 def _telling(
-    original: Callable[..., Any], ours_in: Callable[[CallbackHandler], HasMetrics | None]
-) -> Callable[..., Any]:
-    """Add the figures after the Trainer has put its copy of the line into its state, and before loggers see it."""
+    original: Callable[..., object], callback_in: Callable[[CallbackHandler], TrainerEvents | None]
+) -> Callable[..., object]:
+    """Add the metrics after the Trainer has stored the line in its history, and before the loggers get it."""
 
-    def on_log(self: CallbackHandler, args: Any, state: Any, control: Any, logs: dict[str, float], **more: Any) -> Any:
-        callback = ours_in(self)
-        if callback is not None and "loss" in logs and callback.where == "loggers":
-            logs.update(callback.figures())
+    def on_log(
+        self: CallbackHandler, args: object, state: object, control: object, logs: dict[str, float], **more: object
+    ) -> object:
+        callback = callback_in(self)
+        if callback is not None and "loss" in logs and callback.metrics_target == "loggers":
+            logs.update(callback.take_metrics())
         return original(self, args, state, control, logs, **more)
 
     return on_log
 
 
-def _training(original: Callable[..., Any], ours: _Finder) -> Callable[..., Any]:
-    def step(self: Trainer, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
-        callback = ours(self)
-        if callback is not None and isinstance(inputs, Mapping):  # GRPO's are rows of a data set, not yet a batch
-            callback.see(self.model, inputs)
+def _training(original: Callable[..., object], callback_of: _Finder) -> Callable[..., object]:
+    def step(self: Trainer, model: nn.Module, inputs: object, *more: object, **named: object) -> object:
+        callback = callback_of(self)
+        if callback is not None and isinstance(inputs, Mapping):  # GRPO's inputs are rows of a dataset, not a batch yet
+            callback.on_batch(self.model, inputs)
         return original(self, model, inputs, *more, **named)
 
     return step
@@ -142,15 +144,15 @@ def _training(original: Callable[..., Any], ours: _Finder) -> Callable[..., Any]
 def _owning(original: Callable[..., None]) -> Callable[..., None]:
     def create(self: Trainer) -> None:
         original(self)
-        owns(self)
+        remember_trainer(self)
 
     return create
 
 
-def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
+def _joining(original: Callable[..., object]) -> Callable[..., object]:
     def compute_loss(
-        self: Trainer, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+        self: Trainer, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Count = None
+    ) -> object:
         with loss_in_graph(self, model, inputs, num_items_in_batch):
             return original(self, model, inputs, return_outputs, num_items_in_batch)
 

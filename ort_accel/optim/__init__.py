@@ -1,4 +1,4 @@
-"""Optimizers and 16-bit training. Needs PyTorch only, no ONNX Runtime."""
+"""Optimizers and 16-bit training. Needs PyTorch only."""
 
 from ort_accel.optim.accelerator_link import connect
 from ort_accel.optim.adam_update import AdamWMode

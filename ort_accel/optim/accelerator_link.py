@@ -1,21 +1,24 @@
-"""A `MasterWeightOptimizer` in a loop that Accelerate drives, where `accelerator.backward` computes the gradients.
+"""The connection of a `MasterWeightOptimizer` to an Accelerator, whose `backward` computes the gradients.
 
-The only file that touches Accelerate: `accelerator.scaler`, which scales the loss, unscales gradients and takes steps,
-and `accelerator.clip_grad_norm_`. Checked on accelerate 1.15.
+This is the only file of the room that touches Accelerate: `accelerator.scaler`, which scales the loss, unscales
+gradients and takes steps, and `accelerator.clip_grad_norm_`. Checked on accelerate 1.15.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from ort_accel.errors import OptimizerError
 from ort_accel.optim.master_weights import MasterWeightOptimizer
 
 
 class _Scaler:
-    """The part of `torch.amp.GradScaler` that Accelerate and Trainer call, by the optimizer's own loss scale."""
+    """The methods of `torch.amp.GradScaler` that Accelerate and Trainer call, on the optimizer's own loss scale."""
 
     def __init__(self, optimizer: MasterWeightOptimizer) -> None:
         self.optimizer = optimizer
@@ -23,17 +26,18 @@ class _Scaler:
     def scale(self, loss: Tensor) -> Tensor:
         return self.optimizer.scale(loss)
 
-    def unscale_(self, _: Any) -> None:
+    def unscale_(self, _: object) -> None:
         self.optimizer.unscale_()
 
-    def step(self, optimizer: Any, closure: Any = None) -> Any:
-        # Accelerate knows a skipped step by a `step` that was not called.
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> float | None:
+        # Accelerate detects a skipped step by the call of `step` that is missing.
         if self.optimizer.unscale_():
-            return optimizer.step(closure)
-        return self.optimizer.skip()
+            return optimizer.step() if closure is None else optimizer.step(closure)
+        self.optimizer.skip()
+        return None
 
     def update(self) -> None:
-        """The scale has been updated by the step."""
+        """Do nothing: the step has updated the scale."""
 
     def get_scale(self) -> float:
         return self.optimizer.loss_scale.scale
@@ -41,16 +45,16 @@ class _Scaler:
     def is_enabled(self) -> bool:
         return True
 
-    def state_dict(self) -> dict[str, Any]:
-        """Empty: the scale is part of the optimizer's state."""
+    def state_dict(self) -> StateDict:
+        """Returns nothing: the scale is part of the optimizer's state."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load."""
+    def load_state_dict(self, state: StateDict) -> None:
+        """Do nothing."""
 
 
 def connect(accelerator: Any, optimizer: MasterWeightOptimizer) -> None:
-    """Let an Accelerator scale its losses, clip and step by this optimizer. Call it before `accelerator.prepare`."""
+    """Let an Accelerator scale losses, clip and step with this optimizer. Call it before `accelerator.prepare`."""
     if accelerator.scaler is not None and not isinstance(accelerator.scaler, _Scaler):
         raise OptimizerError(
             f"this Accelerator has a {type(accelerator.scaler).__name__} (mixed_precision="
@@ -58,8 +62,8 @@ def connect(accelerator: Any, optimizer: MasterWeightOptimizer) -> None:
             "'bf16', or leave the optimizer without FP16_Optimizer"
         )
 
-    def clip_grad_norm_(_: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip all gradients of the optimizer, on its fp32 copies, whichever of its parameters are named."""
+    def clip_grad_norm_(_: object, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all fp32 copies, whichever parameters are given."""
         return optimizer.clip_grad_norm_(max_norm, norm_type)
 
     accelerator.scaler = _Scaler(optimizer)

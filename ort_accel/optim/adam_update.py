@@ -1,9 +1,9 @@
 """One update of Adam on lists of tensors, by PyTorch's fused kernels.
 
-The kernels know Adam and AdamW with bias correction. The rest is brought into their form, without another pass over
-the memory:
+The kernels compute Adam and AdamW with bias correction. The other rules are expressed by them, without another pass
+over the memory:
 
-- Without bias correction: at step infinity the corrections `1 - beta ** step` are one.
+- No bias correction is the update at step infinity, where the corrections `1 - beta ** step` are one.
 - Hugging Face's AdamW is `p = (p - a * m / (sqrt(v) + eps)) * (1 - d)` with `a = lr * sqrt(bc2) / bc1` and
   `d = lr * decay`. At step infinity the kernel computes `p * (1 - r * w) - r * m / (sqrt(v) + eps)`, which is the same
   for `r = a * (1 - d)` and `w = d / r`.
@@ -24,24 +24,26 @@ from torch.optim.adam import adam
 
 from ort_accel.errors import OrtAccelError
 
-_COPIED_AT_ONCE = 1 << 24
-"""How many elements are converted for the kernels at a time, so that a large model needs no second copy of itself."""
+ParamGroup = dict[str, Any]
+
+_MAX_COPIED_ELEMENTS = 1 << 24
+"""The most elements that are converted for the kernels at a time, which bounds the temporary memory."""
 
 
 class AdamWMode(IntEnum):
     """The three update rules."""
 
     ADAM_L2_REGULARIZATION = 0
-    """Adam; the decay is part of the gradient."""
+    """Adam: the decay is part of the gradient."""
     ADAMW_TRANSFORMERS = 1
-    """AdamW as Hugging Face had it: decay after the update, `eps` added before the second moment is corrected."""
+    """Hugging Face's AdamW: decay after the update, and `eps` added before the second moment is corrected."""
     ADAMW_TORCH = 2
-    """AdamW as PyTorch has it: decay first."""
+    """PyTorch's AdamW: decay before the update."""
 
 
 @dataclass
 class Batch:
-    """Parameters of one group that have gradients, with their state, in equal order."""
+    """The parameters of one group that have gradients, and their state in the same order."""
 
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
@@ -51,7 +53,7 @@ class Batch:
     steps: list[Tensor] = field(default_factory=list)
 
     def add(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Append one parameter."""
+        """Append a parameter."""
         self.params.append(param)
         self.grads.append(grad)
         self.exp_avgs.append(state["exp_avg"])
@@ -61,7 +63,7 @@ class Batch:
             self.max_exp_avg_sqs.append(state["max_exp_avg_sq"])
 
     def pick(self, rows: list[int]) -> Batch:
-        """Some of the parameters."""
+        """Returns a batch of the parameters in these rows."""
         return Batch(
             [self.params[row] for row in rows],
             [self.grads[row] for row in rows],
@@ -74,15 +76,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What a GradScaler hands to an optimizer that unscales by itself."""
+    """The tensors that a GradScaler gives to an optimizer that unscales gradients itself."""
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
 
-def update(batch: Batch, group: Mapping[str, Any], scaling: Scaling) -> None:
+def update(batch: Batch, group: ParamGroup, scaling: Scaling) -> None:
     """Advance the parameters of a batch by one step, by the rule and the options of their group."""
-    for part in _fit_for_the_kernels(batch):
+    for part in _parts_for_kernels(batch):
         if group["adam_w_mode"] != AdamWMode.ADAMW_TRANSFORMERS:
             _update_torch(part, group, scaling)
         elif group["capturable"]:
@@ -91,44 +93,46 @@ def update(batch: Batch, group: Mapping[str, Any], scaling: Scaling) -> None:
             _update_transformers(part, group, scaling)
 
 
-def _fit_for_the_kernels(batch: Batch) -> Iterator[Batch]:
-    """The batch in parts whose tensors agree in type and memory layout, as the kernels need and do not check.
+def _parts_for_kernels(batch: Batch) -> Iterator[Batch]:
+    """Yields the batch in parts whose tensors agree in type and memory layout, which the kernels need and do not check.
 
-    What does not agree is copied for the time of the update, a bounded amount at once, and parameters are written back.
+    Tensors that differ are copied for the update, a bounded amount at a time, and their parameters are written back.
     """
     layouts = zip(batch.params, batch.grads, batch.exp_avgs, strict=True)
-    odd = [row for row, (param, grad, avg) in enumerate(layouts) if not (_alike(param, avg) and _alike(grad, avg))]
-    if not odd:
+    differing = [
+        row for row, (param, grad, avg) in enumerate(layouts) if not (_agree(param, avg) and _agree(grad, avg))
+    ]
+    if not differing:
         yield batch
         return
-    if len(odd) < len(batch.params):
-        yield batch.pick(sorted(set(range(len(batch.params))) - set(odd)))
-    for rows in _bounded(odd, batch.params):
+    if len(differing) < len(batch.params):
+        yield batch.pick(sorted(set(range(len(batch.params))) - set(differing)))
+    for rows in _bounded(differing, batch.params):
         part = batch.pick(rows)
         originals = part.params
-        part.params = [_shaped_as(avg, param) for param, avg in zip(part.params, part.exp_avgs, strict=True)]
-        part.grads = [_shaped_as(avg, grad) for grad, avg in zip(part.grads, part.exp_avgs, strict=True)]
+        part.params = [_converted_like(avg, param) for param, avg in zip(part.params, part.exp_avgs, strict=True)]
+        part.grads = [_converted_like(avg, grad) for grad, avg in zip(part.grads, part.exp_avgs, strict=True)]
         yield part
         for original, updated in zip(originals, part.params, strict=True):
             if original is not updated:
                 original.copy_(updated)
 
 
-def _alike(tensor: Tensor, state: Tensor) -> bool:
+def _agree(tensor: Tensor, state: Tensor) -> bool:
     if tensor.dtype != state.dtype:
         return False
     return tensor.stride() == state.stride() or (tensor.is_contiguous() and state.is_contiguous())
 
 
-def _shaped_as(state: Tensor, tensor: Tensor) -> Tensor:
-    return tensor if _alike(tensor, state) else torch.empty_like(state).copy_(tensor)
+def _converted_like(state: Tensor, tensor: Tensor) -> Tensor:
+    return tensor if _agree(tensor, state) else torch.empty_like(state).copy_(tensor)
 
 
 def _bounded(rows: list[int], params: list[Tensor]) -> Iterator[list[int]]:
     taken: list[int] = []
     size = 0
     for row in rows:
-        if taken and size + params[row].numel() > _COPIED_AT_ONCE:
+        if taken and size + params[row].numel() > _MAX_COPIED_ELEMENTS:
             yield taken
             taken, size = [], 0
         taken.append(row)
@@ -136,7 +140,7 @@ def _bounded(rows: list[int], params: list[Tensor]) -> Iterator[list[int]]:
     yield taken
 
 
-def _update_torch(batch: Batch, group: Mapping[str, Any], scaling: Scaling) -> None:
+def _update_torch(batch: Batch, group: ParamGroup, scaling: Scaling) -> None:
     if group["bias_correction"]:
         _kernel(batch, group, scaling, lr=group["lr"], weight_decay=group["weight_decay"], steps=batch.steps)
     else:
@@ -144,8 +148,8 @@ def _update_torch(batch: Batch, group: Mapping[str, Any], scaling: Scaling) -> N
         _kernel(batch, group, scaling, lr=group["lr"], weight_decay=group["weight_decay"])
 
 
-def _update_transformers(batch: Batch, group: Mapping[str, Any], scaling: Scaling) -> None:
-    """Hugging Face's AdamW with the step known to Python; parameters at different steps are updated in turn."""
+def _update_transformers(batch: Batch, group: ParamGroup, scaling: Scaling) -> None:
+    """Update by Hugging Face's AdamW, with steps counted on the host. Parameters at equal steps share a kernel."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise OrtAccelError(
             "FusedAdam is captured in a CUDA graph, and its step size would never change again; "
@@ -171,10 +175,10 @@ def _update_transformers(batch: Batch, group: Mapping[str, Any], scaling: Scalin
             torch._foreach_mul_(part.params, 1 - decay)
 
 
-def _update_transformers_on_device(batch: Batch, group: Mapping[str, Any], scaling: Scaling) -> None:
-    """The same without Python knowing the step: a step size on the device for each parameter, and a pass for the decay.
+def _update_transformers_on_device(batch: Batch, group: ParamGroup, scaling: Scaling) -> None:
+    """Update by Hugging Face's AdamW with steps counted on the device, for CUDA graphs.
 
-    One launch for each parameter, which a CUDA graph makes cheap.
+    Each parameter takes a launch of its own, which is cheap in a CUDA graph, and another pass for the decay.
     """
     _advance(batch.steps, scaling)
     for row, (param, step) in enumerate(zip(batch.params, batch.steps, strict=True)):
@@ -182,7 +186,7 @@ def _update_transformers_on_device(batch: Batch, group: Mapping[str, Any], scali
         lr = torch.as_tensor(group["lr"], dtype=torch.float32, device=param.device).reshape(())
         size = lr
         if group["bias_correction"]:
-            # A first step that is skipped has step zero, where the quotient is not a number; nothing reads it then.
+            # At step zero, after a skipped first step, the quotient is NaN; the kernel does not use it then.
             size = lr * (1 - beta2**step).sqrt() / (1 - beta1**step)
         _kernel(batch.pick([row]), group, scaling, lr=size, weight_decay=0.0)
         if group["weight_decay"]:
@@ -202,17 +206,17 @@ def _advance(steps: list[Tensor], scaling: Scaling) -> None:
 
 def _kernel(
     batch: Batch,
-    group: Mapping[str, Any],
+    group: ParamGroup,
     scaling: Scaling,
     *,
     lr: float | Tensor,
     weight_decay: float,
     steps: list[Tensor] | None = None,
 ) -> None:
-    """PyTorch's fused update; without `steps` no bias is corrected."""
+    """Run PyTorch's fused update; without `steps` no bias is corrected."""
     if steps is None:
-        never = {device: torch.full((), math.inf, device=device) for device in {p.device for p in batch.params}}
-        steps = [never[param.device] for param in batch.params]
+        infinity = {device: torch.full((), math.inf, device=device) for device in {p.device for p in batch.params}}
+        steps = [infinity[param.device] for param in batch.params]
     beta1, beta2 = group["betas"]
     adam(
         batch.params,

@@ -1,14 +1,15 @@
-"""Which parameters weight decay is for: matrices, not biases and not the scales of norms."""
+"""The parameters that weight decay applies to: matrices, but neither biases nor the scales of norms."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+
+from ort_accel.optim.adam_update import ParamGroup
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _BatchNorm, _InstanceNorm)
 _NORM_NAME = re.compile(r"norm", re.IGNORECASE)
@@ -16,17 +17,17 @@ _BIAS_NAME = re.compile(r"(^|_)bias(_|$)", re.IGNORECASE)
 
 
 def decayed(model: nn.Module) -> list[str]:
-    """The names of the parameters that weight decay is for, in the model's order.
+    """Returns the names of the parameters that weight decay applies to, in the model's order.
 
-    Left out are biases, everything in PyTorch's norms, and the vectors of every class that has "norm" in its name or
-    its ancestors' (`LlamaRMSNorm`, `T5LayerNorm`), or in their own name.
+    It does not apply to biases and to parameters of PyTorch's norms. Nor does it apply to vectors with "norm" in their
+    name, or in the name of their module's class or an ancestor of it (`LlamaRMSNorm`, `T5LayerNorm`).
     """
-    spared = {id(param) for module in model.modules() for param in _spared(module)}
-    return [name for name, param in model.named_parameters() if id(param) not in spared]
+    exempt = {id(param) for module in model.modules() for param in _exempt(module)}
+    return [name for name, param in model.named_parameters() if id(param) not in exempt]
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups for an optimizer: what decays, and what does not. Frozen parameters are in neither."""
+def decay_groups(model: nn.Module, weight_decay: float) -> list[ParamGroup]:
+    """Returns two parameter groups for an optimizer, with and without decay. Frozen parameters are in neither."""
     names = set(decayed(model))
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     return [
@@ -35,9 +36,9 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
-def _spared(module: nn.Module) -> Iterator[nn.Parameter]:
+def _exempt(module: nn.Module) -> Iterator[nn.Parameter]:
     is_norm = any(_NORM_NAME.search(kind.__name__) for kind in type(module).__mro__)
     for name, param in module.named_parameters(recurse=False):
-        of_a_norm = isinstance(module, _NORMS) or (param.dim() <= 1 and (is_norm or _NORM_NAME.search(name)))
-        if of_a_norm or _BIAS_NAME.search(name):
+        belongs_to_norm = isinstance(module, _NORMS) or (param.dim() <= 1 and (is_norm or _NORM_NAME.search(name)))
+        if belongs_to_norm or _BIAS_NAME.search(name):
             yield param

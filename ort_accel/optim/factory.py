@@ -1,4 +1,4 @@
-"""From the `optimizer:` section of a configuration to an optimizer."""
+"""Construction of the optimizer that the `optimizer:` section of a configuration describes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODES = {
     "adamw_hf": AdamWMode.ADAMW_TRANSFORMERS,
     "adamw_torch": AdamWMode.ADAMW_TORCH,
 }
-"""The names of `optimizer.mode`."""
+"""The update rules by their names in `optimizer.mode`."""
 
 
 def build_optimizer(
@@ -31,9 +31,10 @@ def build_optimizer(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
 ) -> TorchOptimizer:
-    """The optimizer that a configuration asks for: `build_optimizer(model, config.optimizer, lr=1e-4)`.
+    """Returns the optimizer that a configuration asks for: `build_optimizer(model, config.optimizer, lr=1e-4)`.
 
-    Biases and norms do not decay. With `fp16.enabled` it keeps fp32 weights and scales the loss: call its `backward`.
+    Biases and norms do not decay. With `fp16.enabled` the optimizer keeps fp32 weights and scales the loss: call its
+    `backward`.
     """
     if config.name is None:
         raise OptimizerError("optimizer.name is null, so there is nothing to build; write adamw_ort_fused there")
@@ -43,6 +44,6 @@ def build_optimizer(
 
 
 def with_fp32_weights(optimizer: TorchOptimizer, config: Optimizer) -> MasterWeightOptimizer:
-    """An optimizer with fp32 weights and the loss scale of the configuration."""
+    """Returns the optimizer with fp32 weights and the loss scale of the configuration around it."""
     wrapped: MasterWeightOptimizer = FP16_Optimizer(optimizer, loss_scale=LossScale.from_config(config.fp16))
     return wrapped

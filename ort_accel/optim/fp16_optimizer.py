@@ -1,4 +1,4 @@
-"""FP16_Optimizer: the one name for 16-bit training, around any optimizer or on one that a framework made."""
+"""`FP16_Optimizer`, which prepares any optimizer for 16-bit training."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ort_accel.optim.modifiers import maker_of, replace_checks
 def FP16_Optimizer(optimizer: Any, *, loss_scale: LossScale | None = None) -> Any:
     """Prepare an optimizer for 16-bit training.
 
-    A PyTorch optimizer comes back inside a `MasterWeightOptimizer`: fp32 weights, under a dynamic loss scale. One that
-    DeepSpeed, Apex or Megatron made, also inside Accelerate's wrapper, comes back itself, with its slow overflow checks
-    and norms replaced; if none could be, that is an error with the reason.
+    A PyTorch optimizer is returned inside a `MasterWeightOptimizer`, with fp32 weights and a dynamic loss scale. An
+    optimizer of DeepSpeed, Apex or Megatron, also inside Accelerate's wrapper, is returned itself, with its slow
+    overflow checks and norms replaced. Raises with the reason if none could be replaced.
     """
     if isinstance(optimizer, MasterWeightOptimizer):
         raise OptimizerError("this optimizer has fp32 weights and a loss scale already; leave FP16_Optimizer out")
@@ -35,9 +35,5 @@ def FP16_Optimizer(optimizer: Any, *, loss_scale: LossScale | None = None) -> An
         raise OptimizerError(
             "FP16_Optimizer takes a torch.optim.Optimizer or one that DeepSpeed, Apex or Megatron made, "
             f"not a {type(optimizer).__name__}"
-        )
-    if isinstance(optimizer, MasterWeightOptimizer):
-        raise OptimizerError(
-            "this optimizer has fp32 weights and a loss scale already; FP16_Optimizer was called twice"
         )
     return MasterWeightOptimizer(optimizer, loss_scale)

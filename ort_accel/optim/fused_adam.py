@@ -1,18 +1,18 @@
-"""Adam and AdamW, all parameters in one fused kernel, under the signature of onnxruntime-training's FusedAdam."""
+"""Adam and AdamW on PyTorch's fused kernels, with the signature of onnxruntime-training's FusedAdam."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT, StateDict
 
 from ort_accel.errors import OptimizerError, OrtAccelError
-from ort_accel.optim.adam_update import AdamWMode, Batch, Scaling, update
+from ort_accel.optim.adam_update import AdamWMode, Batch, ParamGroup, Scaling, update
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -25,12 +25,12 @@ class FusedAdam(Optimizer):
     `fp32_state` keeps the moments of 16-bit parameters in fp32 and computes their update in it; the parameters
     themselves stay 16-bit (`FP16_Optimizer` keeps fp32 copies).
 
-    `state_dict()` is that of `torch.optim.AdamW`, with a few more keys in its groups: each loads the other's. States of
-    onnxruntime-training's FusedAdam load as well.
+    `state_dict()` has the format of `torch.optim.AdamW`, with a few more keys in its groups: each class loads the
+    other's states. States of onnxruntime-training's FusedAdam can be loaded, too.
     """
 
     _step_supports_amp_scaling = True
-    """Tells a GradScaler that `grad_scale` and `found_inf`, which it sets around `step`, are obeyed here."""
+    """Tells a GradScaler that `step` uses the `grad_scale` and `found_inf` that the scaler sets."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class FusedAdam(Optimizer):
         super().__init__(params, options)
         self.defaults["set_grad_none"] = set_grad_none
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own for what shall differ from the optimizer's."""
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Add a group of parameters; its options default to the optimizer's."""
         options = {**self.defaults, **param_group}
         check_options(options)
         super().add_param_group(param_group)
@@ -79,12 +79,12 @@ class FusedAdam(Optimizer):
         _complete(group, self.defaults)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients, or fill them with zeros; without an argument as `set_grad_none` says."""
+        """Drop the gradients, or fill them with zeros; `set_grad_none` is the default."""
         super().zero_grad(self.defaults["set_grad_none"] if set_to_none is None else set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient. Returns the closure's loss, if there is a closure."""
+        """Update all parameters that have a gradient. Returns the loss of the closure, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -95,17 +95,17 @@ class FusedAdam(Optimizer):
         return loss
 
     @torch.no_grad()
-    def step_one(self, param: Tensor, group: Mapping[str, Any]) -> None:
-        """Update one parameter, which is in this group, and drop its gradient."""
+    def step_one(self, param: Tensor, group: ParamGroup) -> None:
+        """Update one parameter of this group, and drop its gradient."""
         self._update([param], group, Scaling(None, None))
         param.grad = None
 
-    def _update(self, params: Iterable[Tensor], group: Mapping[str, Any], scaling: Scaling) -> None:
+    def _update(self, params: Iterable[Tensor], group: ParamGroup, scaling: Scaling) -> None:
         batch = self._batch(params, group)
         if batch.params:
             update(batch, group, scaling)
 
-    def _batch(self, params: Iterable[Tensor], group: Mapping[str, Any]) -> Batch:
+    def _batch(self, params: Iterable[Tensor], group: ParamGroup) -> Batch:
         batch = Batch()
         for param in params:
             if param.grad is None:
@@ -117,7 +117,7 @@ class FusedAdam(Optimizer):
                 )
             state = self.state[param]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=_home_of_step(param, group))
+                state["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(param, group))
                 state["exp_avg"] = torch.zeros_like(param, dtype=_state_dtype(param, group))
                 state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
                 if group["amsgrad"]:
@@ -125,42 +125,42 @@ class FusedAdam(Optimizer):
             batch.add(param, param.grad, state)
         return batch
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state of this class, of `torch.optim.Adam` or `AdamW`, or of onnxruntime-training's class."""
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a state of this class, of `torch.optim.Adam` or `AdamW`, or of onnxruntime-training's class."""
         super().load_state_dict(state_dict)
-        # PyTorch has cast the moments to the parameter's type, and fp32 moments must not have been 16-bit in between.
+        # PyTorch has cast the moments to the parameter's type. They are loaded again, since fp32 moments lost digits.
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for (param, group), key in zip(self._parameters(), saved, strict=True):
             given = state_dict["state"].get(key, {})
             for name in set(given) & set(_MOMENTS):
                 moment = given[name].to(device=param.device, dtype=_state_dtype(param, group))
-                self.state[param][name] = _laid_out_as(param, moment)
+                self.state[param][name] = _with_strides_of(param, moment)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a state apart that PyTorch has loaded or unpickled."""
+    def __setstate__(self, state: StateDict) -> None:
+        """Complete a state that PyTorch has loaded or unpickled."""
         super().__setstate__(state)
         for group in self.param_groups:
             _complete(group, self.defaults)
-            steps_so_far = group.pop("step", None)  # onnxruntime-training counts once for a group
+            steps_so_far = group.pop("step", None)  # onnxruntime-training has one count for a group
             for param in group["params"]:
-                its_state = self.state.get(param)
-                if not its_state:
+                param_state = self.state.get(param)
+                if not param_state:
                     continue
-                step = torch.as_tensor(its_state.get("step", steps_so_far or 0.0), dtype=torch.float32)
-                its_state["step"] = step.to(_home_of_step(param, group))
-                if group["amsgrad"] and "max_exp_avg_sq" not in its_state:
-                    its_state["max_exp_avg_sq"] = its_state["exp_avg_sq"].clone()
+                step = torch.as_tensor(param_state.get("step", steps_so_far or 0.0), dtype=torch.float32)
+                param_state["step"] = step.to(_step_device(param, group))
+                if group["amsgrad"] and "max_exp_avg_sq" not in param_state:
+                    param_state["max_exp_avg_sq"] = param_state["exp_avg_sq"].clone()
                 elif not group["amsgrad"]:
-                    its_state.pop("max_exp_avg_sq", None)
+                    param_state.pop("max_exp_avg_sq", None)
 
-    def _parameters(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    def _parameters(self) -> Iterator[tuple[Tensor, ParamGroup]]:
         for group in self.param_groups:
             for param in group["params"]:
                 yield param, group
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse values that no update can be made with, with an `OptimizerError`."""
+def check_options(options: ParamGroup) -> None:
+    """Raise an `OptimizerError` if an option has an invalid value."""
     lr, betas = options["lr"], options["betas"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise OptimizerError(f"Tensor lr must be 1-element, and it has {lr.numel()}")
@@ -190,32 +190,32 @@ def _check_parameter(param: Tensor) -> None:
         )
 
 
-def _complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Give a group that came from another optimizer the keys it lacks, and one that goes to another what that reads."""
+def _complete(group: ParamGroup, defaults: ParamGroup) -> None:
+    """Add the keys that a group of another optimizer lacks, and those that another optimizer reads."""
     for key, value in defaults.items():
         if key != "set_grad_none":
             group.setdefault(key, value)
     group["adam_w_mode"] = int(group["adam_w_mode"])
     group["foreach"], group["differentiable"] = None, False
-    # For PyTorch this key says, too, where the step is kept.
+    # PyTorch also reads from this key on which device the step lies.
     group["fused"] = _counts_on_device(group)
     group["decoupled_weight_decay"] = group["adam_w_mode"] != AdamWMode.ADAM_L2_REGULARIZATION
 
 
-def _counts_on_device(group: Mapping[str, Any]) -> bool:
-    """Whether the kernel counts the steps; Hugging Face's rule needs them in Python, unless it is captured."""
+def _counts_on_device(group: ParamGroup) -> bool:
+    """True if steps are counted on the device; Hugging Face's rule needs them on the host, unless it is captured."""
     return group["adam_w_mode"] != AdamWMode.ADAMW_TRANSFORMERS or bool(group["capturable"])
 
 
-def _home_of_step(param: Tensor, group: Mapping[str, Any]) -> torch.device:
+def _step_device(param: Tensor, group: ParamGroup) -> torch.device:
     return param.device if _counts_on_device(group) else torch.device("cpu")
 
 
-def _state_dtype(param: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+def _state_dtype(param: Tensor, group: ParamGroup) -> torch.dtype:
     return torch.float32 if group["fp32_state"] and param.dtype.itemsize < 4 else param.dtype
 
 
-def _laid_out_as(param: Tensor, moment: Tensor) -> Tensor:
-    """A loaded moment with the strides that a new one has: the kernels take them for equal."""
+def _with_strides_of(param: Tensor, moment: Tensor) -> Tensor:
+    """Returns a loaded moment with the strides of a new one, which the kernels assume."""
     fresh = torch.empty_like(param, dtype=moment.dtype)
     return moment if moment.stride() == fresh.stride() else fresh.copy_(moment)

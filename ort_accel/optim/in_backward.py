@@ -1,38 +1,38 @@
-"""Updating each parameter as soon as its gradient exists, so that gradients never exist all at once."""
+"""Updates of each parameter as soon as its gradient exists, so that not all gradients exist at once."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer as TorchOptimizer
+from torch.utils.hooks import RemovableHandle
 
 from ort_accel.errors import OptimizerError
 from ort_accel.optim.fused_adam import FusedAdam
 
 
 class StepInBackward:
-    """An optimizer that works within the backward; `remove` makes it wait for `step` again."""
+    """The hooks by which an optimizer updates parameters within the backward."""
 
     def __init__(self, optimizer: FusedAdam) -> None:
-        self._handles: list[Any] = []
-        for position, group in enumerate(optimizer.param_groups):
+        self._handles: list[RemovableHandle] = []
+        for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
-                hook = partial(_update, optimizer, position)
+                hook = partial(_update, optimizer, index)
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))
 
     def remove(self) -> None:
-        """Let the optimizer wait for `step` again."""
+        """Remove the hooks: the optimizer updates parameters in `step` again."""
         while self._handles:
             self._handles.pop().remove()
 
 
 def step_in_backward(optimizer: TorchOptimizer) -> StepInBackward:
-    """Let a FusedAdam update each parameter within `backward`, and free its gradient: `step_in_backward(optimizer)`.
+    """Let a FusedAdam update each parameter within `backward` and free its gradient.
 
-    `step` and `zero_grad` then find nothing to do, and may still be called. Each backward is one step: gradients are
-    neither accumulated over several nor clipped by their norm nor scaled, and other processes are not waited for.
+    `step` and `zero_grad` have nothing left to do, and may still be called. Each backward is one step: gradients are
+    not accumulated, clipped by their norm, scaled, or averaged with other processes.
     """
     if not isinstance(optimizer, FusedAdam):
         raise OptimizerError(
@@ -42,5 +42,5 @@ def step_in_backward(optimizer: TorchOptimizer) -> StepInBackward:
     return StepInBackward(optimizer)
 
 
-def _update(optimizer: FusedAdam, position: int, param: Tensor) -> None:
-    optimizer.step_one(param, optimizer.param_groups[position])  # read anew: loading a state replaces the groups
+def _update(optimizer: FusedAdam, index: int, param: Tensor) -> None:
+    optimizer.step_one(param, optimizer.param_groups[index])  # by index, since loading a state replaces the groups

@@ -1,17 +1,17 @@
-"""The scale of the loss in 16-bit training: as high as the gradients bear it."""
+"""The dynamic scale of the loss in 16-bit training: the largest at which gradients do not overflow."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
+from torch.optim.optimizer import StateDict
 
 from ort_accel.config.sections import Fp16
 from ort_accel.errors import OptimizerError
 
-_HIGHEST = float(torch.finfo(torch.float32).max)
+_MAX_SCALE = float(torch.finfo(torch.float32).max)
 
 
 @dataclass
@@ -19,19 +19,19 @@ class LossScale:
     """A dynamic loss scale. `optimizer.fp16` in the configuration has the same settings."""
 
     scale: float = 65536.0
-    """What the loss is multiplied by now."""
+    """The current factor of the loss."""
     growth_factor: float = 2.0
-    """The scale is multiplied by this after `window` steps in a row without overflow."""
+    """The factor of the scale after `window` steps in a row without overflow."""
     backoff_factor: float = 0.5
-    """The scale is multiplied by this on overflow number `hysteresis` in a row, and on each that follows directly."""
+    """The factor of the scale at overflow number `hysteresis` in a row, and at each overflow that directly follows."""
     window: int = 2000
     hysteresis: int = 1
     min_scale: float = 1.0
-    """The scale never falls below this."""
+    """The smallest scale."""
     good_steps: int = 0
-    """Steps without overflow since the scale changed or a step overflowed."""
+    """The number of steps without overflow since the scale changed or a step overflowed."""
     overflows: int = 0
-    """Overflows in a row."""
+    """The number of overflows in a row."""
 
     def __post_init__(self) -> None:
         problems = {
@@ -48,7 +48,7 @@ class LossScale:
 
     @classmethod
     def from_config(cls, fp16: Fp16) -> LossScale:
-        """The loss scale that the configuration asks for."""
+        """Returns the loss scale that the configuration asks for."""
         return cls(
             fp16.initial_scale,
             fp16.growth_factor,
@@ -59,7 +59,7 @@ class LossScale:
         )
 
     def update(self, overflow: bool) -> None:
-        """Take note of a step, and change the scale if it is time to."""
+        """Count a step, and change the scale if it is due."""
         if overflow:
             self.good_steps = 0
             self.overflows += 1
@@ -70,14 +70,14 @@ class LossScale:
         self.good_steps += 1
         if self.good_steps == self.window:
             self.good_steps = 0
-            if self.scale * self.growth_factor <= _HIGHEST:
+            if self.scale * self.growth_factor <= _MAX_SCALE:
                 self.scale *= self.growth_factor
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on."""
+    def state_dict(self) -> StateDict:
+        """Returns everything that the next step depends on."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken; the settings stay those of this object."""
+    def load_state_dict(self, state: StateDict) -> None:
+        """Continue from a state; the settings of this object stay."""
         for name in ("scale", "good_steps", "overflows"):
             setattr(self, name, state[name])

@@ -8,88 +8,90 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from ort_accel.errors import OptimizerError, OrtAccelError
 from ort_accel.optim import multi_tensor
+from ort_accel.optim.adam_update import ParamGroup
 from ort_accel.optim.loss_scale import LossScale
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
 class MasterWeightOptimizer(Optimizer):
-    """Any PyTorch optimizer, on fp32 copies of its 16-bit parameters.
+    """Runs any PyTorch optimizer on fp32 copies of its 16-bit parameters.
 
-    In a loop of one's own::
+    In a training loop::
 
         optimizer.zero_grad()
         optimizer.backward(loss)             # as often as gradients are accumulated
         optimizer.clip_grad_norm_(1.0)       # optional, directly before the step
         optimizer.step()
 
-    A step whose gradients are not all finite is skipped: parameters and the state of the optimizer stay untouched, the
-    loss scale falls by its rules, and `overflow` and `skipped_steps` tell of it. `state_dict()` has all of it, so that
-    a resumed run repeats the uninterrupted one.
+    A step whose gradients are not all finite is skipped: parameters and the optimizer's state stay, the loss scale is
+    updated, and `overflow` and `skipped_steps` record it. `state_dict()` holds all of this, so a resumed run equals an
+    uninterrupted one.
     """
 
     def __init__(self, optimizer: Optimizer, loss_scale: LossScale | None = None) -> None:
-        # Optimizer.__init__ is not called: groups, state and defaults are those of the optimizer inside.
+        # Optimizer.__init__ is not called: groups, state and defaults are those of the inner optimizer.
         self.optimizer = optimizer
         self.loss_scale = loss_scale or LossScale()
         self.overflow = False
-        """Whether the last step was skipped."""
+        """True if the last step was skipped."""
         self.skipped_steps = 0
-        self._gathered = False
-        self._models: list[Tensor] = []
+        self._is_unscaled = False
+        self._params: list[Tensor] = []
         self._masters: list[Tensor] = []
         for group in optimizer.param_groups:
-            self._adopt(group)
+            self._replace_params(group)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the optimizer inside, with the fp32 copies in place of 16-bit parameters."""
+    def param_groups(self) -> list[ParamGroup]:  # type: ignore[override]
+        """The groups of the inner optimizer, with fp32 copies in place of 16-bit parameters."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of the optimizer inside."""
+        """The state of the inner optimizer."""
         return self.optimizer.state
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The default options of the optimizer inside."""
+    def defaults(self) -> StateDict:  # type: ignore[override]
+        """The default options of the inner optimizer."""
         return self.optimizer.defaults
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else the optimizer inside has."""
+        """Returns any other attribute of the inner optimizer."""
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """All of it, for copies and pickles."""
+    def __getstate__(self) -> StateDict:
+        """Returns all attributes, for copies and pickles."""
         return dict(self.__dict__)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """The reverse of `__getstate__`."""
+    def __setstate__(self, state: StateDict) -> None:
+        """Set all attributes."""
         self.__dict__.update(state)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; 16-bit ones get fp32 copies."""
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Add a group of parameters; 16-bit parameters get fp32 copies."""
         self.optimizer.add_param_group(param_group)
-        self._adopt(self.optimizer.param_groups[-1])
+        self._replace_params(self.optimizer.param_groups[-1])
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times its scale, for those who call `backward` themselves."""
+        """Returns the scaled loss, for loops that call `backward` themselves."""
         return loss.float() * self.loss_scale.scale
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Backward of the scaled loss."""
+        """Run the backward of the scaled loss."""
         torch.autograd.backward(self.scale(loss), **options)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the parameters, or fill them with zeros."""
-        self._gathered = False
-        for model, master in zip(self._models, self._masters, strict=True):
+        self._is_unscaled = False
+        for model, master in zip(self._params, self._masters, strict=True):
             if model is not master:
                 master.grad = None
             if set_to_none:
@@ -99,17 +101,17 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def unscale_(self) -> bool:
-        """Bring the gradients to fp32 and divide them by the scale. Returns whether all are finite.
+        """Convert the gradients to fp32 and divide them by the scale. Returns true if all are finite.
 
-        `clip_grad_norm_` and `step` do it themselves; the gradients can be read in `param_groups` afterwards.
+        `clip_grad_norm_` and `step` do so themselves. Afterwards `param_groups` has the gradients.
         """
-        if not self._gathered:
-            self.overflow = bool(multi_tensor.unscale_(self._gather(), 1.0 / self.loss_scale.scale))
-            self._gathered = True
+        if not self._is_unscaled:
+            self.overflow = bool(multi_tensor.unscale_(self._fp32_gradients(), 1.0 / self.loss_scale.scale))
+            self._is_unscaled = True
         return not self.overflow
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients to a norm. Returns the norm before, which is infinite if the step will be skipped."""
+        """Clip the gradients to a norm. Returns their norm, which is infinite if the step will be skipped."""
         if not self.unscale_():
             return torch.full((), torch.inf)
         grads = [master.grad for master in self._masters if master.grad is not None]
@@ -119,7 +121,7 @@ class MasterWeightOptimizer(Optimizer):
         return norm
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters, or skip the step. A closure is called once; it must call `backward` of this object."""
+        """Update the parameters, or skip the step. A closure is called once, and must call this object's `backward`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -130,17 +132,17 @@ class MasterWeightOptimizer(Optimizer):
         self.optimizer.step()
         self._write_back()
         self.loss_scale.update(overflow=False)
-        self._gathered = False
+        self._is_unscaled = False
         return loss
 
     def skip(self) -> None:
-        """Count a step as skipped, and let the scale fall by its rules."""
+        """Count a skipped step, and update the loss scale."""
         self.skipped_steps += 1
         self.loss_scale.update(overflow=True)
-        self._gathered = False
+        self._is_unscaled = False
 
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, the fp32 copies, the loss scale and the count of skipped steps."""
+    def state_dict(self) -> StateDict:
+        """Returns the inner state, the fp32 copies, the loss scale and the count of skipped steps."""
         copies = {index: master.detach() for index, master in enumerate(self._masters) if self._is_copy(index)}
         return {
             "optimizer": self.optimizer.state_dict(),
@@ -150,8 +152,8 @@ class MasterWeightOptimizer(Optimizer):
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state; the 16-bit parameters are made anew from the fp32 copies in it."""
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a state, and set the 16-bit parameters from its fp32 copies."""
         if "masters" not in state_dict:
             raise OptimizerError(
                 "this is the state of an optimizer without fp32 copies (it has no 'masters'); load it into the "
@@ -169,10 +171,10 @@ class MasterWeightOptimizer(Optimizer):
         self._write_back()
         self.loss_scale.load_state_dict(state_dict["loss_scale"])
         self.skipped_steps = state_dict["skipped_steps"]
-        self._gathered = False
+        self._is_unscaled = False
 
-    def _adopt(self, group: dict[str, Any]) -> None:
-        """Put fp32 copies into a group in place of its 16-bit parameters."""
+    def _replace_params(self, group: ParamGroup) -> None:
+        """Replace the 16-bit parameters of a group with fp32 copies."""
         for row, param in enumerate(group["params"]):
             _check(param)
             master = param
@@ -181,16 +183,16 @@ class MasterWeightOptimizer(Optimizer):
                 group["params"][row] = master
                 if param in self.optimizer.state:
                     self.optimizer.state[master] = _in_fp32(self.optimizer.state.pop(param), param.dtype)
-            self._models.append(param)
+            self._params.append(param)
             self._masters.append(master)
 
     def _is_copy(self, index: int) -> bool:
-        return self._masters[index] is not self._models[index]
+        return self._masters[index] is not self._params[index]
 
-    def _gather(self) -> list[Tensor]:
-        """The gradients for the optimizer inside; those of 16-bit parameters are copied to the fp32 copies."""
+    def _fp32_gradients(self) -> list[Tensor]:
+        """Returns the gradients for the inner optimizer, in fp32."""
         grads, targets, sources = [], [], []
-        for model, master in zip(self._models, self._masters, strict=True):
+        for model, master in zip(self._params, self._masters, strict=True):
             if model.grad is None:
                 master.grad = None
                 continue
@@ -210,7 +212,7 @@ class MasterWeightOptimizer(Optimizer):
 
     def _write_back(self) -> None:
         pairs = [
-            (model, master) for model, master in zip(self._models, self._masters, strict=True) if model is not master
+            (model, master) for model, master in zip(self._params, self._masters, strict=True) if model is not master
         ]
         multi_tensor.copy_([model for model, _ in pairs], [master for _, master in pairs])
 
@@ -223,8 +225,8 @@ def _check(param: Tensor) -> None:
         )
 
 
-def _in_fp32(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The state of a parameter of `dtype` for its fp32 copy."""
+def _in_fp32(state: StateDict, dtype: torch.dtype) -> StateDict:
+    """Returns the state of a 16-bit parameter of `dtype` in fp32."""
     return {
         name: value.float() if isinstance(value, Tensor) and value.dtype == dtype else value
         for name, value in state.items()

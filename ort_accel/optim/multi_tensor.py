@@ -1,4 +1,4 @@
-"""Operations on many tensors at once. The only file that calls PyTorch's private multi-tensor operators for them.
+"""Operations on many tensors at once, by PyTorch's private multi-tensor operators.
 
 Checked on torch 2.13: `_amp_foreach_non_finite_check_and_unscale_`, `_foreach_norm`, `_foreach_mul_`,
 `_foreach_copy_`.
@@ -15,9 +15,9 @@ from torch import Tensor
 
 @torch.no_grad()
 def unscale_(tensors: Iterable[Tensor], factor: float | Tensor) -> Tensor:
-    """Multiply tensors by a factor in place. Returns whether a value was infinite or not a number, as a bool tensor.
+    """Multiply tensors by a factor in place. Returns a bool tensor: true if a value was infinite or NaN.
 
-    One operator for all tensors of a device and type; nothing waits for the device.
+    All tensors of a device and type take one operator, and the host does not wait for the device.
     """
     flags = []
     for device, group in _by_device_and_type(tensors):
@@ -29,13 +29,13 @@ def unscale_(tensors: Iterable[Tensor], factor: float | Tensor) -> Tensor:
 
 
 def has_nonfinite(tensors: Iterable[Tensor]) -> Tensor:
-    """Whether a value is infinite or not a number, as a bool tensor. Finite values stay as they are, to the bit."""
+    """Returns a bool tensor: true if a value is infinite or NaN. Finite values do not change."""
     return unscale_(tensors, 1.0)
 
 
 @torch.no_grad()
 def norms(tensors: Iterable[Tensor], norm_type: float = 2.0, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The norm of each tensor, computed in `dtype`; tensors without elements have none."""
+    """Returns the norm of each tensor that has elements, computed in `dtype`."""
     found: list[Tensor] = []
     for _, group in _by_device_and_type(tensors):
         found += torch._foreach_norm(group, norm_type, dtype)
@@ -44,7 +44,7 @@ def norms(tensors: Iterable[Tensor], norm_type: float = 2.0, dtype: torch.dtype 
 
 @torch.no_grad()
 def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
-    """The norm of all tensors taken as one vector, on the device of the first."""
+    """Returns the norm of all tensors as one vector, on the device of the first."""
     each = norms(tensors, norm_type, dtype)
     if not each:
         return torch.zeros((), dtype=dtype or torch.float32)
@@ -61,7 +61,7 @@ def multiply_(tensors: Iterable[Tensor], factor: Tensor) -> None:
 
 @torch.no_grad()
 def copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target, with a change of type where they differ."""
+    """Copy each source into its target, and convert types that differ."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
 

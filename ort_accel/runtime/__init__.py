@@ -1,1 +1,1 @@
-"""The installed onnxruntime: what it can do, its sessions, and tensors going in and out without copies."""
+"""The installed onnxruntime: its abilities, its sessions, its caches, and tensors shared with torch without copies."""

@@ -1,9 +1,9 @@
-"""What ONNX Runtime was doing when a process ended, so that no run dies twice more of what two died of.
+"""A journal of crashes in ONNX Runtime: after two crashes in a model, PyTorch runs it.
 
-Before ONNX Runtime does something with a model for the first time, an empty file is put beside the cache, and taken
-away when that is over. Its name says which model, which attempt at it, and whose. Later runs of the model are written
-on the page of the process (`running.py`); what such a page tells of a process that died becomes a file of the same
-kind. Processes of one launch make the same attempt, so that a launch that dies counts once.
+While ONNX Runtime creates a session or runs it for the first time, an empty file, the marker, lies beside the cache.
+The marker's name holds the model's key, the number of the attempt, the machine and the process. Later runs are noted
+on the page of the process (`crash_page.py`), and the page of a crashed process is turned into markers. All processes of
+one launch make the same attempt, so a launch that crashes counts once.
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ from pathlib import Path
 from ort_accel.errors import OrtAccelError
 from ort_accel.observe.logs import LOG
 from ort_accel.reporting import Report
-from ort_accel.runtime.crash_page import Running, is_safe_to_store, left_pages, page_in, running_at_the_end
-from ort_accel.runtime.lock_files import forget, is_left_over, locked_file, machine
+from ort_accel.runtime.crash_page import RunningModel, is_safe_to_map, models_at_crash, orphaned_pages, page_in
+from ort_accel.runtime.lock_files import delete_files, is_orphaned, locked_file, machine
 from ort_accel.runtime.model_cache import ModelKeys
 
 FOLDER = "attempts"
 
-LATER = "later-"
-"""Begins the last part of the name of what tells of a later run than the first."""
+LATER_RUN = "later-"
+"""The prefix of a marker's last part if the crash was in a later run than the first."""
 
-MOST_DEATHS = 2
-"""After so many runs that ended in a model, PyTorch runs it."""
+MAX_CRASHES = 2
+"""The number of crashes in a model after which PyTorch runs it."""
 
 
 class EndedBefore(OrtAccelError):
-    """ONNX Runtime is not given a model that earlier runs ended in."""
+    """Raised instead of giving ONNX Runtime a model in which earlier runs crashed."""
 
 
 class CrashJournal:
-    """Remembers on disk what ONNX Runtime is doing. Trouble with the folder is only noted."""
+    """Remembers on disk what ONNX Runtime is doing. Errors of the folder are only noted in the report."""
 
     def __init__(self, folder: Path, keys: ModelKeys, report: Report) -> None:
-        """`folder` is the cache's; any number of processes may share it."""
+        """`folder` is the cache's, which processes may share."""
         self.folder = (folder / FOLDER).absolute()
         self._keys, self._report = keys, report
-        self._untold: list[_Marker] = []
-        """What pages tell and cannot be written as files."""
+        self._unwritten: list[_Marker] = []
+        """Markers from pages that could not be written as files."""
         with suppress(OSError):
-            self._take_in_pages()
-        if not is_safe_to_store(self.folder):
+            self._turn_pages_into_markers()
+        if not is_safe_to_map(self.folder):
             self._report.note(
                 f"engine.cache_dir: on the file system of {folder} only crashes in a model's first run are remembered"
             )
 
     def attempt(self, model: bytes, name: str) -> Attempt:
-        """ONNX Runtime is about to be given a model; `name` is what a reader of the log knows it by."""
+        """Begin an attempt at a model, which messages call `name`. Raises `EndedBefore` after too many crashes."""
         key = self._keys.of(model)
-        left = self._left_by_the_dead(key)
-        deaths = max((marker.number for marker in left), default=0)
-        ended = f"{deaths} {'run' if deaths == 1 else 'runs'} ended while ONNX Runtime created or ran it"
-        if deaths >= MOST_DEATHS:
-            self._tell(f"{name}: PyTorch runs it, since {ended}; delete {self.folder} to have it tried again")
+        earlier = self._markers_of_crashes(key)
+        crashes = max((marker.number for marker in earlier), default=0)
+        ended = f"{crashes} {'run' if crashes == 1 else 'runs'} ended while ONNX Runtime created or ran it"
+        if crashes >= MAX_CRASHES:
+            self._warn(f"{name}: PyTorch runs it, since {ended}; delete {self.folder} to have it tried again")
             raise EndedBefore(ended)
-        if deaths:
-            self._tell(f"{name}: {ended}; it is tried once more")
-        return Attempt(self, key, deaths + 1, tuple(left))
+        if crashes:
+            self._warn(f"{name}: {ended}; it is tried once more")
+        return Attempt(self, key, crashes + 1, tuple(earlier))
 
     @contextmanager
     def marked(self, name: str) -> Iterator[None]:
-        """Keep a locked file of this name as long as this takes."""
+        """Keep a locked file of this name while the context is entered."""
         path = self.folder / name
         try:
             lock = locked_file(path)
@@ -79,83 +79,84 @@ class CrashJournal:
             yield
         finally:
             if lock is not None:
-                forget([path])
+                delete_files([path])
                 os.close(lock)
 
-    def _take_in_pages(self) -> None:
-        """Make files of what the pages of dead processes tell."""
-        for page in left_pages(self.folder):
+    def _turn_pages_into_markers(self) -> None:
+        for page in orphaned_pages(self.folder):
             with suppress(FileNotFoundError):  # another process has just done so
-                for key, number in running_at_the_end(page):
-                    self._write_down(key, number, page.name.rpartition(".")[2])
-                forget([page])
+                for key, number in models_at_crash(page):
+                    self._write_marker(key, number, page.name.rpartition(".")[2])
+                delete_files([page])
 
-    def _write_down(self, key: str, number: int, process: str) -> None:
-        path = self.folder / f"{key}.{number}.{machine()}.{LATER}{process}"
+    def _write_marker(self, key: str, number: int, process: str) -> None:
+        path = self.folder / f"{key}.{number}.{machine()}.{LATER_RUN}{process}"
         try:
             path.touch()
         except OSError:
-            self._untold.append(_Marker(path, number, machine()))
+            self._unwritten.append(_Marker(path, number, machine()))
 
-    def _left_by_the_dead(self, key: str) -> list[_Marker]:
+    def _markers_of_crashes(self, key: str) -> list[_Marker]:
         try:
-            markers = [marker for path in self.folder.glob(f"{key}.*") if (marker := _Marker.at(path)) is not None]
+            markers = [
+                marker for path in self.folder.glob(f"{key}.*") if (marker := _Marker.from_path(path)) is not None
+            ]
         except OSError:
             markers = []
-        untold = [marker for marker in self._untold if marker.path.name.startswith(key)]
-        return untold + [marker for marker in markers if is_left_over(marker.path, marker.machine)]
+        unwritten = [marker for marker in self._unwritten if marker.path.name.startswith(key)]
+        return unwritten + [marker for marker in markers if is_orphaned(marker.path, marker.machine)]
 
-    def _tell(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         self._report.note(text)
         LOG.warning(text)
 
 
 @dataclass(frozen=True)
 class _Marker:
-    """A file that a process left that died in a model, or the like for a later run."""
+    """A file that tells of a process that ran a model, or crashed in it."""
 
     path: Path
     number: int
     machine: str
 
     @classmethod
-    def at(cls, path: Path) -> _Marker | None:
+    def from_path(cls, path: Path) -> _Marker | None:
         parts = path.name.split(".")
         return cls(path, int(parts[1]), parts[2]) if len(parts) == 4 and parts[1].isdecimal() else None
 
     @property
     def is_of_later_run(self) -> bool:
-        return self.path.name.rpartition(".")[2].startswith(LATER)
+        return self.path.name.rpartition(".")[2].startswith(LATER_RUN)
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The use of a model in this process. Without a journal it leaves no trace."""
+    """The use of a model in this process. Without a journal nothing is written."""
 
     journal: CrashJournal | None = None
     key: str = ""
     number: int = 1
     earlier: tuple[_Marker, ...] = ()
-    """What runs left that ended in this model."""
+    """The markers of runs that crashed in this model."""
 
-    def watched(self) -> AbstractContextManager[None]:
-        """ONNX Runtime creates or first runs the model in here."""
+    def first_use(self) -> AbstractContextManager[None]:
+        """Returns a context in which ONNX Runtime creates a session of the model or runs it for the first time."""
         if self.journal is None:
             return nullcontext()
         return self.journal.marked(f"{self.key}.{self.number}.{machine()}.{os.getpid()}")
 
     def succeeded(self) -> None:
-        """The model has run: what ended earlier runs at their beginning was not in it."""
-        forget(marker.path for marker in self.earlier if not marker.is_of_later_run)
+        """Forget the crashes of earlier first uses, since the model has run."""
+        delete_files(marker.path for marker in self.earlier if not marker.is_of_later_run)
 
     def later_runs(self) -> AbstractContextManager[None]:
-        """ONNX Runtime runs the model in here, time and again.
+        """Returns a context in which ONNX Runtime runs the model again and again.
 
-        What ended earlier runs in this way is forgotten when the process ends by itself.
+        Crashes of earlier later runs are forgotten when this process ends without a crash.
         """
         if self.journal is None:
             return nullcontext()
         later = [marker for marker in self.earlier if marker.is_of_later_run]
         page = page_in(self.journal.folder)
-        page.settle(marker.path for marker in later)
-        return Running(page, self.key, 1 + max((marker.number for marker in later), default=0))
+        page.delete_at_exit(marker.path for marker in later)
+        return RunningModel(page, self.key, 1 + max((marker.number for marker in later), default=0))

@@ -1,8 +1,8 @@
-"""ONNX Runtime on a CUDA device beside PyTorch: the same stream, and, where that is wanted, the same memory.
+"""ONNX Runtime on a CUDA device beside PyTorch: on the same stream, and optionally in the same memory.
 
-On one stream the work of both is done in the order in which it was asked for, so neither waits on the host. Up to 1.31
-ONNX Runtime takes either a stream or an allocator from outside, not both: with an allocator it computes on the device's
-default stream, which is the one that PyTorch computes on unless a script says otherwise.
+One stream orders the work of both, so neither waits on the host. Up to 1.31 ONNX Runtime accepts either a stream or an
+allocator, not both. With PyTorch's allocator it computes on the device's default stream, which PyTorch uses as well
+unless a script chooses another one.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ import torch
 
 PROVIDER = "CUDAExecutionProvider"
 
-NVIDIA = 0x10DE
-"""Who made a device, by its number on the bus."""
+NVIDIA_VENDOR_ID = 0x10DE
+"""NVIDIA's PCI vendor number."""
 
 DEFAULT_STREAM = 1
-"""CUDA's name for the default stream where 0, its handle, would mean that no stream is given (`cudaStreamLegacy`)."""
+"""`cudaStreamLegacy`: the default stream, for options in which its handle 0 means that no stream is given."""
 
-NOT_SYNCHRONIZED = "disable_synchronize_execution_providers"
-"""The entry of a run's options by which a run does not wait for the device."""
+DISABLE_SYNCHRONIZATION = "disable_synchronize_execution_providers"
+"""The entry of a run's options that lets a run return before the device has finished."""
 
 
 def stream_for(index: int, torch_memory: bool) -> torch.cuda.Stream:
-    """The stream that a session computes on."""
+    """Returns the stream that a session computes on."""
     return torch.cuda.default_stream(index) if torch_memory else torch.cuda.current_stream(index)
 
 
 def is_on_default_stream(index: int) -> bool:
-    """Whether PyTorch computes on a device's default stream at this moment."""
+    """True if PyTorch's current stream is the device's default stream."""
     return bool(torch.cuda.current_stream(index) == torch.cuda.default_stream(index))
 
 
 def provider_options(index: int, stream: torch.cuda.Stream, *, torch_memory: bool) -> dict[str, str]:
-    """What the provider must be told to share a device with PyTorch."""
+    """Returns the provider's options for a device that it shares with PyTorch."""
     options = {
         "device_id": str(index),
-        "do_copy_in_default_stream": "1",  # copies are made in the order of the kernels
-        "arena_extend_strategy": "kSameAsRequested",  # by what is asked for, not by powers of two
+        "do_copy_in_default_stream": "1",  # so copies and kernels keep their order
+        "arena_extend_strategy": "kSameAsRequested",  # not by powers of two
     }
     if torch_memory:
         return options | {name: str(address) for name, address in torch_allocator(index).items()}
@@ -49,8 +49,8 @@ def provider_options(index: int, stream: torch.cuda.Stream, *, torch_memory: boo
 
 
 @contextmanager
-def in_order(stream: torch.cuda.Stream) -> Iterator[None]:
-    """While this is entered, what a session computes on its stream keeps its place among PyTorch's own work."""
+def stream_order(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Order the work of a session's stream after PyTorch's work so far, and PyTorch's next work after the session's."""
     current = torch.cuda.current_stream(stream.device)
     if current == stream:
         yield
@@ -69,10 +69,9 @@ _Empty = ctypes.CFUNCTYPE(None)
 
 @cache
 def torch_allocator(index: int) -> dict[str, int]:
-    """PyTorch's caching allocator for one device as addresses of functions, by the options that take them.
+    """Returns PyTorch's caching allocator for one device: addresses of functions, by the provider's options.
 
-    Each call goes through Python, which takes about 0.2 microseconds; a compiled extension would not, but needs a
-    compiler on the machine that trains.
+    Each call goes through Python; a compiled extension would need a compiler on the machine that trains.
     """
     device = torch.device("cuda", index)
 
@@ -81,7 +80,7 @@ def torch_allocator(index: int) -> dict[str, int]:
             address: int = torch.cuda.caching_allocator_alloc(size, device)
             return address
         except torch.cuda.OutOfMemoryError:
-            return None  # ONNX Runtime then fails in its own way, and PyTorch runs that part
+            return None  # ONNX Runtime's run then fails, and PyTorch repeats the segment
 
     def free(address: int | None) -> None:
         if address:
@@ -92,13 +91,13 @@ def torch_allocator(index: int) -> dict[str, int]:
         "gpu_external_free": _Free(free),
         "gpu_external_empty_cache": _Empty(torch.cuda.empty_cache),
     }
-    for function in functions.values():  # called as long as a tensor of ONNX Runtime lives: to the end of the process
+    for function in functions.values():  # ONNX Runtime may call them until the process ends
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(function))
     return {name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in functions.items()}
 
 
 def missing() -> str:
-    """What a process lacks for CUDA in PyTorch; empty where it has all."""
-    if torch.version.hip is not None:  # such builds call their devices cuda, too
+    """Returns why this process cannot use CUDA in PyTorch; empty if it can."""
+    if torch.version.hip is not None:  # ROCm builds call their devices cuda, too
         return f"torch {torch.__version__} is built for ROCm, for which there is no onnxruntime any more"
     return "" if torch.cuda.is_available() else "PyTorch sees no CUDA device"

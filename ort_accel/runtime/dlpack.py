@@ -1,9 +1,9 @@
-"""Tensors between torch and ONNX Runtime, by DLPack: the same memory on both sides."""
+"""Tensors shared by torch and ONNX Runtime through DLPack, without copies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
@@ -11,24 +11,24 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 from ort_accel.memory.heap_tensors import packed
 from ort_accel.runtime.import_ort import native as ort
 
-OrtValue = Any
-OrtValues = Any
+OrtValue: TypeAlias = ort.OrtValue
+OrtValues: TypeAlias = ort.OrtValueVector
 
 
 def to_ort(tensor: torch.Tensor) -> OrtValue:
-    """The tensor's memory as an OrtValue, which keeps it alive. Only a tensor with gaps between elements is copied."""
+    """Returns the tensor's memory as an OrtValue that keeps it alive. A tensor that is not contiguous is copied."""
     plain = packed(tensor.detach()) if tensor.numel() else tensor.new_empty(tensor.shape)  # with plain strides
     is_bool = plain.dtype == torch.bool
     return ort.OrtValue.from_dlpack(to_dlpack(plain.view(torch.uint8) if is_bool else plain), is_bool)
 
 
 def sizes_to_ort(sizes: Sequence[int], *, scalar: bool) -> OrtValue:
-    """Sizes as an int64 OrtValue."""
+    """Returns sizes as an int64 OrtValue."""
     return to_ort(torch.tensor(sizes[0] if scalar else sizes, dtype=torch.int64))
 
 
 def to_torch(values: OrtValues, count: int) -> list[torch.Tensor]:
-    """The results of a run as tensors that own ONNX Runtime's memory."""
+    """Returns the results of a run as tensors that own ONNX Runtime's memory."""
     tensors = [from_dlpack(values.dlpack_at(index)) for index in range(count)]
     for index in values.bool_tensor_indices():
         tensors[index] = tensors[index].view(torch.bool)
@@ -36,17 +36,17 @@ def to_torch(values: OrtValues, count: int) -> list[torch.Tensor]:
 
 
 class Bound:
-    """The OrtValue of a tensor that usually keeps its place, such as a parameter; made anew when it has moved."""
+    """The cached OrtValue of a tensor that rarely moves, such as a parameter."""
 
-    __slots__ = ("_place", "_value")
+    __slots__ = ("_location", "_value")
 
     def __init__(self) -> None:
-        self._place: tuple[int, torch.Size] | None = None
+        self._location: tuple[int, torch.Size] | None = None
         self._value: OrtValue = None
 
     def value(self, tensor: torch.Tensor) -> OrtValue:
-        """The OrtValue of this tensor."""
-        place = (tensor.data_ptr(), tensor.shape)
-        if place != self._place or not tensor.is_contiguous():
-            self._value, self._place = to_ort(tensor), place
+        """Returns the OrtValue of this tensor; a new one if the tensor has moved."""
+        location = (tensor.data_ptr(), tensor.shape)
+        if location != self._location or not tensor.is_contiguous():
+            self._value, self._location = to_ort(tensor), location
         return self._value

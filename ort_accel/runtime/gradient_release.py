@@ -1,18 +1,19 @@
-"""Handing a gradient to its parameter while a backward is still running.
+"""Release of gradients to their parameters while a backward is still running.
 
-PyTorch gives parameters their gradients when the node of the autograd graph that made them has run to its end, and for
-a model that is compiled as a whole that is the end of the backward. Here a gradient is accumulated, and those who wait
-for it are called, in the midst of that. It relies on which node autograd says that it runs, and on what follows that.
+PyTorch accumulates gradients when the autograd node that made them has ended, which for a model in one graph is the end
+of the backward. Here a gradient is accumulated, and its hooks are called, as soon as it exists. This relies on the node
+that autograd says it runs, and on the nodes that follow it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ort_accel.errors import OrtAccelError
@@ -20,7 +21,7 @@ from ort_accel.reporting import Report
 
 FEATURE = "memory.early_gradient_release"
 
-SECOND_SOURCE = (
+SECOND_GRADIENT = (
     "a parameter of shape {shape} was given its gradient early, and then a second one in the same backward: it is used "
     "by something besides the compiled graph, or by several calls of it, and whoever waits for its gradient was called "
     "already; set memory.early_gradient_release: false for such a training"
@@ -28,103 +29,103 @@ SECOND_SOURCE = (
 
 
 @dataclass(eq=False)
-class _Leaf:
-    """A parameter that somebody waits for."""
+class _Parameter:
+    """The state of a parameter whose gradient is released early."""
 
-    backward: int = -1
-    """The last backward in which it was given its gradient early."""
+    last_backward: int = -1
+    """The last backward in which its gradient was released early."""
 
     @property
-    def has_its_gradient(self) -> bool:
-        """Whether it was given its gradient in the backward that runs now."""
-        return self.backward == torch._C._current_graph_task_id()
+    def is_released(self) -> bool:
+        """True if its gradient was released in the backward that runs now."""
+        return self.last_backward == torch._C._current_graph_task_id()
 
     def refuse_second(self, gradient: Tensor | None) -> None:
-        """Raise if it is given another one; autograd comes with None where it has nothing."""
-        if gradient is not None and self.has_its_gradient:
-            raise OrtAccelError(SECOND_SOURCE.format(shape=tuple(gradient.shape)))
+        """Raise if a second gradient comes; autograd passes None if it has no gradient."""
+        if gradient is not None and self.is_released:
+            raise OrtAccelError(SECOND_GRADIENT.format(shape=tuple(gradient.shape)))
 
 
 @dataclass(eq=False)
-class _Once:
-    """Somebody who waits for a gradient. Autograd calls them at the end of a backward, even where it has nothing."""
+class _HookOnce:
+    """A post-accumulate hook that skips the call at the end of a backward in which it was called early."""
 
     hook: Callable[[Tensor], None]
-    leaf: _Leaf
+    state: _Parameter
 
     def __call__(self, parameter: Tensor) -> None:
-        if not self.leaf.has_its_gradient:
+        if not self.state.is_released:
             self.hook(parameter)
 
 
 class Leaves:
-    """The parameters of one model, and how they get their gradients."""
+    """Releases the gradients of one model's parameters."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
-        self._leaves: Any = WeakIdKeyDictionary()
-        self._handles: list[Any] = []
+        self._states: MutableMapping[Tensor, _Parameter] = WeakIdKeyDictionary()
+        self._handles: list[RemovableHandle] = []
 
     def close(self) -> None:
-        """Watch no parameter any more, and begin anew where one gets a gradient after all."""
-        self._leaves.clear()
+        """Remove all hooks and forget all parameters; a later release begins anew."""
+        self._states.clear()
         while self._handles:
             self._handles.pop().remove()
 
-    def hand_over(self, gradients: list[Any], edges: Sequence[int], tensors: int) -> list[Tensor | None]:
-        """Give parameters their gradients; what cannot be given is returned. The list is emptied.
+    def hand_over(self, gradients: list[Tensor], edges: Sequence[int], tensors: int) -> list[Tensor | None]:
+        """Release gradients to their parameters and empty the list. Returns those that could not be released.
 
-        `edges` tells for each gradient which of the tensors it belongs to that the forward was called with, and
-        `tensors` how many these were.
+        `edges` has for each gradient the index of its tensor among the forward's inputs, whose number is `tensors`.
         """
         node = torch._C._current_autograd_node()
         targets = node.next_functions if node is not None and not torch.is_grad_enabled() else ()
-        if len(targets) != tensors:  # a node that something has put around the compiled graph
-            kept, gradients[:] = list(gradients), []
+        if len(targets) != tensors:  # the compiled graph runs inside another autograd node
+            kept: list[Tensor | None] = [*gradients]
+            gradients.clear()
             return kept
-        return [self._give(targets[edge][0], gradients.pop(0)) for edge in edges]
+        return [self._release(targets[edge][0], gradients.pop(0)) for edge in edges]
 
-    def _give(self, function: Any, gradient: Tensor) -> Tensor | None:
-        parameter = getattr(function, "variable", None)
-        if parameter is None or not _fits(gradient, parameter) or not _gets_gradient(function):
+    def _release(self, target: Node | None, gradient: Tensor) -> Tensor | None:
+        """Returns the gradient if it cannot be released, otherwise None."""
+        parameter = getattr(target, "variable", None)
+        if target is None or parameter is None or not _is_alike(gradient, parameter) or not _accumulates(target):
             return gradient
-        leaf, hooks = self._leaves.get(parameter), parameter._post_accumulate_grad_hooks
-        if not hooks or len(parameter._backward_hooks or ()) > (leaf is not None):  # those may change the gradient
+        state, hooks = self._states.get(parameter), parameter._post_accumulate_grad_hooks
+        if not hooks or len(parameter._backward_hooks or ()) > (state is not None):  # those may change the gradient
             return gradient
-        leaf = leaf or self._watched(parameter)
-        leaf.refuse_second(gradient)
+        state = state or self._register(parameter)
+        state.refuse_second(gradient)
         _accumulate(parameter, gradient)
-        del gradient  # so that it is gone once a hook has used it up
+        del gradient  # so that its memory is free once a hook has used it
         for key in list(hooks):
-            if key in hooks:  # which a hook may have taken away
-                once = hooks[key] = hooks[key] if isinstance(hooks[key], _Once) else _Once(hooks[key], leaf)
-                once(parameter)
-        leaf.backward = torch._C._current_graph_task_id()
+            if key in hooks:  # an earlier hook may have removed it
+                hook = hooks[key] = hooks[key] if isinstance(hooks[key], _HookOnce) else _HookOnce(hooks[key], state)
+                hook(parameter)
+        state.last_backward = torch._C._current_graph_task_id()
         return None
 
-    def _watched(self, parameter: Tensor) -> _Leaf:
-        """A parameter that gets its gradient early from now on."""
-        leaf = self._leaves[parameter] = _Leaf()
-        self._handles.append(parameter.register_hook(leaf.refuse_second))  # type: ignore[no-untyped-call]
-        self._report.applied(FEATURE, f"{len(self._leaves)} parameters get their gradients before the backward ends")
-        return leaf
+    def _register(self, parameter: Tensor) -> _Parameter:
+        state = self._states[parameter] = _Parameter()
+        self._handles.append(parameter.register_hook(state.refuse_second))  # type: ignore[no-untyped-call]
+        self._report.applied(FEATURE, f"{len(self._states)} parameters get their gradients before the backward ends")
+        return state
 
 
-def _fits(gradient: Tensor, parameter: Tensor) -> bool:
-    """Whether autograd would take a gradient as it is."""
+def _is_alike(gradient: Tensor, parameter: Tensor) -> bool:
+    """True if autograd would accumulate the gradient without a conversion."""
     return (gradient.shape, gradient.dtype, gradient.device) == (parameter.shape, parameter.dtype, parameter.device)
 
 
-def _gets_gradient(function: Any) -> bool:
-    """Whether this backward is one that accumulates into a parameter, and not `torch.autograd.grad`."""
+def _accumulates(target: Node) -> bool:
+    """True if this backward accumulates into the parameter; false in `torch.autograd.grad`."""
     try:
-        return bool(torch._C._will_engine_execute_node(function))
-    except RuntimeError:  # how it answers for parameters in `torch.autograd.grad`
+        return bool(torch._C._will_engine_execute_node(target))
+    except RuntimeError:  # raised for leaves in `torch.autograd.grad`
         return False
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """What autograd's accumulation does: memory is taken over where it lies as the parameter does."""
+    """Accumulate as autograd does; a gradient with the parameter's strides keeps its memory."""
     if parameter.grad is not None:
         parameter.grad += gradient
     elif gradient.stride() == parameter.stride():

@@ -1,13 +1,11 @@
-"""Values that lie in host memory for a while: copies from a device and back, beside what it computes.
+"""Copies of a device's values to host memory and back, beside the device's computation.
 
-On a CUDA device all copies are made on one stream of their own, one after the other, from and into pinned memory. That
-memory comes from PyTorch's host allocator, which keeps it from step to step and gives it out again once the copies that
-use it are done, and it belongs to the tensor that lies in it: it is free when that is, whoever held it, an autograd
-graph whose backward ran once, twice or never.
+On a CUDA device all copies run on one stream of their own, from and to pinned memory of PyTorch's host allocator. That
+memory is freed with its tensor, and reused once the copies that use it have ended.
 
-Memory of the device is freed in the order of the stream that computes, so that a step takes the same however far the
-device is behind: whoever reads a result, or lets go of a source, calls `settle` first. Marking a tensor as used by
-another stream would not do: a tensor that ONNX Runtime made is none of PyTorch's allocator, which passes over it.
+The device's memory is freed in the order of the computing stream: a reader of a result, or an owner that drops a
+source, calls `settle` first. `record_stream` would not suffice, since ONNX Runtime's tensors do not come from PyTorch's
+allocator.
 """
 
 from __future__ import annotations
@@ -20,44 +18,44 @@ from torch import Tensor
 
 
 class _Copy(NamedTuple):
-    """A copy that may not have ended yet."""
+    """A copy that may still run."""
 
     end: torch.cuda.Event
     source: Tensor
     result: Tensor
-    """Held, as the source is, so that a step that fails in between leaves no copy writing into the memory of others."""
+    """Kept alive with the source: a copy must not write into freed memory after a step has failed."""
 
 
 class HostMemory:
-    """Where values of one device go and come back from."""
+    """Host memory for the values of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._under_way: dict[int, _Copy] = {}
-        """By the address of the result."""
+        self._pending: dict[int, _Copy] = {}
+        """Copies by the address of their result."""
 
     def send(self, value: Tensor) -> Tensor:
-        """Begin to copy a value of the device; the result is there, and the value may go, once it is settled."""
+        """Begin to copy a value to the host. After `settle`, the result may be read and the value dropped."""
         result = torch.empty_like(value, device="cpu", pin_memory=self._stream is not None)
-        if result.stride() != value.stride():  # a part of another value; only between equal layouts no host waits
+        if result.stride() != value.stride():  # only a copy between equal layouts does not block the host
             value = value.clone()
         return self._begin(value, result)
 
     def fetch(self, kept: Tensor) -> Tensor:
-        """Begin to copy a value back to the device; it may be read once it is settled."""
+        """Begin to copy a value back to the device. It may be read after `settle`."""
         return self._begin(kept, torch.empty_like(kept, device=self._device))
 
     def settle(self, result: Tensor) -> None:
-        """What is computed from here on waits for this copy to end. The host does not."""
-        copy = self._under_way.pop(result.data_ptr(), None)
+        """Let the computing stream wait until this copy has ended; the host does not wait."""
+        copy = self._pending.pop(result.data_ptr(), None)
         if copy is not None:
             torch.cuda.current_stream(self._device).wait_event(copy.end)
 
     def release(self) -> None:
-        """Give pinned memory back that nothing lies in."""
+        """Return unused pinned memory to the system."""
         if self._stream is not None:
-            empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache  # younger, older
+            empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
             empty()
 
     def _begin(self, source: Tensor, result: Tensor) -> Tensor:
@@ -67,14 +65,14 @@ class HostMemory:
         with torch.cuda.stream(self._stream):
             result.copy_(source, non_blocking=True)
             end = self._stream.record_event()
-        for address, copy in list(self._under_way.items()):  # of steps that failed before they settled it
+        for address, copy in list(self._pending.items()):  # of steps that failed before they called `settle`
             if copy.end.query():  # type: ignore[no-untyped-call]
-                self._under_way.pop(address, None)
-        self._under_way[result.data_ptr()] = _Copy(end, source, result)
+                self._pending.pop(address, None)
+        self._pending[result.data_ptr()] = _Copy(end, source, result)
         return result
 
 
 @cache
 def host_memory(device: torch.device) -> HostMemory:
-    """That of a device, for all models on it."""
+    """Returns the host memory that all models on a device share."""
     return HostMemory(device)

@@ -1,7 +1,7 @@
-"""onnxruntime, imported so that nothing else changes: onnxruntime-training (1.19) tries to load a front end of its own.
+"""The import of onnxruntime without its side effects on torch, DeepSpeed and logging.
 
-That front end does not load beside a current torch, but has by then imported DeepSpeed, which writes to the standard
-output and takes seconds, put wrappers around functions of others, and given the root logger a handler.
+onnxruntime-training 1.19 tries to load a front end of its own, which fails beside a current torch. Before it fails, the
+front end imports DeepSpeed, which is slow and prints, wraps torch's functions, and adds a handler to the root logger.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ort_accel.runtime.ort_distributions import installed_distributions, none_in
 
 @contextmanager
 def _without_deepspeed() -> Iterator[None]:
-    """Let DeepSpeed look as if it were not installed, unless the script has it already."""
+    """Hide DeepSpeed from imports, unless the script has imported it."""
     if "deepspeed" in sys.modules:
         yield
         return
@@ -29,21 +29,21 @@ def _without_deepspeed() -> Iterator[None]:
 
 
 def restore_checkpoint_functions() -> None:
-    """Put back torch's and DeepSpeed's `checkpoint`, for which the front end of onnxruntime-training leaves wrappers.
+    """Restore torch's and DeepSpeed's `checkpoint`, which the front end of onnxruntime-training wraps.
 
-    Dynamo knows torch's function by identity, so that behind the wrapper every checkpoint divides the graph.
+    Dynamo recognizes torch's function by identity, so a wrapped checkpoint would break the graph.
     """
     for name in ("torch.utils.checkpoint", "deepspeed.checkpointing"):
         if name not in sys.modules:
             continue
         names = vars(sys.modules[name])
-        while names["checkpoint"].__module__.startswith("onnxruntime."):  # each try of an import that fails adds one
+        while names["checkpoint"].__module__.startswith("onnxruntime."):  # each failed import adds a wrapper
             names["checkpoint"] = inspect.getclosurevars(names["checkpoint"]).nonlocals["original_checkpoint"]
 
 
 @contextmanager
 def _without_logging_set_up() -> Iterator[None]:
-    """Leave the root logger as it was: with a handler of onnxruntime's, a script's `basicConfig` does nothing."""
+    """Remove handlers that onnxruntime adds to the root logger, with which a script's `basicConfig` does nothing."""
     root = logging.getLogger()
     before = list(root.handlers)
     yield

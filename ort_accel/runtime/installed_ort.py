@@ -1,6 +1,6 @@
-"""Which ONNX Runtime is installed, and what it can really do: the runtime is asked, nothing is assumed.
+"""The installed ONNX Runtime and its abilities, found by running models on it.
 
-Importing this file imports no onnxruntime; calling its functions does.
+Importing this file does not import onnxruntime; calling its functions does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ort_accel.errors import RuntimeMissingError
 from ort_accel.runtime.kernel_probes import PROBES
@@ -18,6 +18,7 @@ from ort_accel.runtime.ort_distributions import EXTRAS, installed_distributions,
 
 if TYPE_CHECKING:
     import onnx
+    import onnxruntime
 
 _OPSETS = range(13, 41)
 _IR_VERSIONS = range(7, 31)
@@ -32,33 +33,33 @@ class Flavor:
     """The name of the package, such as `onnxruntime-training-cpu`."""
     version: str
     is_training_build: bool
-    """Whether it was built with training: gradient kernels and the training session."""
+    """True if it was built with gradient kernels and the training session."""
     providers: tuple[str, ...]
-    """The execution providers that it was built with. Whether one works here, `provider_runs` tells."""
+    """The execution providers that it was built with; `provider_runs` tells if one works here."""
     newest_opset: int
-    """The newest ONNX operator set whose everyday operators it runs."""
+    """The newest ONNX operator set whose common operators it runs."""
     newest_ir_version: int
     """The newest version of the ONNX file format that it loads."""
 
 
 def installed_runtime() -> Flavor:
-    """The one ONNX Runtime that is installed. None, several, or a broken one is a `RuntimeMissingError`."""
+    """Returns the installed ONNX Runtime. Raises `RuntimeMissingError` for none, several, or a broken one."""
     found = installed_distributions()
     if not found:
         raise none_installed()
     if len(found) > 1:
         raise several_installed(found)
     [(distribution, version)] = found.items()
-    return _ask(distribution, version)
+    return _inspect(distribution, version)
 
 
 def kernels(names: Iterable[str] = tuple(PROBES)) -> dict[str, bool]:
-    """Whether each kernel, named as in `com.microsoft.GatherGrad`, exists here and runs on the CPU."""
+    """Returns for each kernel, named such as `com.microsoft.GatherGrad`, if it runs on the CPU."""
     return {name: kernel_refusal(name) is None for name in names}
 
 
 def kernel_refusal(name: str) -> str | None:
-    """What ONNX Runtime says against running this kernel; None if it runs."""
+    """Returns ONNX Runtime's error for this kernel; None if it runs."""
     if name not in PROBES:
         raise ValueError(f"there is no probe for a kernel {name!r}; known are {', '.join(sorted(PROBES))}")
     installed_runtime()
@@ -66,12 +67,12 @@ def kernel_refusal(name: str) -> str | None:
 
 
 def provider_runs(provider: str) -> bool:
-    """Whether this execution provider works here. For a GPU's this takes some of its memory."""
+    """True if this execution provider works here. The check of a GPU's provider takes some of its memory."""
     return provider_refusal(provider) is None
 
 
 def provider_refusal(provider: str, options: Mapping[str, str] | None = None) -> str | None:
-    """Why this execution provider does not work here with these options; None if it does."""
+    """Returns why this execution provider does not work here with these options; None if it works."""
     runtime = installed_runtime()
     if provider not in runtime.providers:
         return f"{runtime.distribution} {runtime.version} was built without it"
@@ -79,7 +80,7 @@ def provider_refusal(provider: str, options: Mapping[str, str] | None = None) ->
 
 
 @cache
-def _ask(distribution: str, version: str) -> Flavor:
+def _inspect(distribution: str, version: str) -> Flavor:
     try:
         imported = importlib.import_module("ort_accel.runtime.import_ort")
         providers = tuple(imported.onnxruntime.get_available_providers())
@@ -94,8 +95,8 @@ def _ask(distribution: str, version: str) -> Flavor:
         version=version,
         is_training_build=hasattr(imported.native, "TrainingAgent"),
         providers=providers,
-        newest_opset=_newest(_OPSETS, lambda opset: _everyday_model(opset, _IR_VERSIONS[0])),
-        newest_ir_version=_newest(_IR_VERSIONS, lambda ir_version: _everyday_model(_OPSETS[0], ir_version)),
+        newest_opset=_newest(_OPSETS, lambda opset: _common_model(opset, _IR_VERSIONS[0])),
+        newest_ir_version=_newest(_IR_VERSIONS, lambda ir_version: _common_model(_OPSETS[0], ir_version)),
     )
 
 
@@ -112,14 +113,14 @@ def _kernel_refusal(name: str) -> str | None:
 @cache
 def _provider_refusal(provider: str, options: tuple[tuple[str, str], ...]) -> str | None:
     try:
-        session = _session(_everyday_model(_OPSETS[0], _IR_VERSIONS[0]), provider, dict(options))
+        session = _session(_common_model(_OPSETS[0], _IR_VERSIONS[0]), provider, dict(options))
     except Exception as error:  # a provider whose libraries are missing may raise anything
         return _one_line(error)
     return None if provider in session.get_providers() else "its libraries, such as CUDA and cuDNN, cannot be loaded"
 
 
 def _newest(versions: range, model: Callable[[int], onnx.ModelProto]) -> int:
-    """The highest version whose model loads. Versions that are refused lie above those that load."""
+    """Returns the highest version whose model loads, where all lower versions load, too."""
     for version in reversed(versions):
         with suppress(Exception):
             _session(model(version))
@@ -129,7 +130,7 @@ def _newest(versions: range, model: Callable[[int], onnx.ModelProto]) -> int:
 
 def _session(
     model: onnx.ModelProto, provider: str = "CPUExecutionProvider", options: Mapping[str, str] | None = None
-) -> Any:
+) -> onnxruntime.InferenceSession:
     import onnxruntime
 
     settings = onnxruntime.SessionOptions()
@@ -139,7 +140,7 @@ def _session(
     return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=providers, enable_fallback=False)
 
 
-def _everyday_model(opset: int, ir_version: int) -> onnx.ModelProto:
+def _common_model(opset: int, ir_version: int) -> onnx.ModelProto:
     from onnx import TensorProto, helper
 
     nodes = [
@@ -149,7 +150,7 @@ def _everyday_model(opset: int, ir_version: int) -> onnx.ModelProto:
     ]
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, (2, 2)) for name in "xy")
     opset_imports = [helper.make_opsetid("", opset)]
-    graph = helper.make_graph(nodes, "everyday", [x], [y])
+    graph = helper.make_graph(nodes, "common", [x], [y])
     return helper.make_model(graph, opset_imports=opset_imports, ir_version=ir_version)
 
 

@@ -1,28 +1,29 @@
-"""The ONNX Runtime kernels whose presence decides how a graph is lowered, each with the smallest node that runs it."""
+"""Probes for the ONNX Runtime kernels that decide how a graph is lowered: each is the smallest node that runs one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy
     import onnx
+    from numpy.typing import NDArray
 
 MICROSOFT = "com.microsoft"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One input of a probe: an array of this shape that holds one value."""
+    """One input of a probe: an array of this shape, filled with one value."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
     value: float = 1
 
-    def array(self) -> numpy.ndarray[Any, Any]:
-        """The input itself."""
+    def array(self) -> NDArray[numpy.generic]:
+        """Returns the array."""
         import numpy
 
         return numpy.full(self.shape, self.value, self.dtype)
@@ -30,28 +31,28 @@ class Sample:
 
 @dataclass(frozen=True)
 class Probe:
-    """One node with small inputs. A runtime that loads and runs it has the kernel."""
+    """A node with small inputs. A runtime that loads and runs it has the kernel."""
 
     op: str
     inputs: tuple[Sample, ...]
     attributes: Mapping[str, Any]
-    outputs: tuple[str, ...]
+    outputs: Sequence[str]
     """The element type of each output."""
     domain: str
     version: int
-    """The operator set, of its domain, that the node is written for."""
+    """The version of the domain's operator set."""
 
     @property
     def name(self) -> str:
-        """The operator with its domain, as it is named everywhere: `com.microsoft.GatherGrad`."""
+        """The operator with its domain, such as `com.microsoft.GatherGrad`."""
         return f"{self.domain or 'ai.onnx'}.{self.op}"
 
-    def feeds(self) -> dict[str, numpy.ndarray[Any, Any]]:
-        """The inputs by name."""
+    def feeds(self) -> dict[str, NDArray[numpy.generic]]:
+        """Returns the inputs by name."""
         return {f"in{index}": sample.array() for index, sample in enumerate(self.inputs)}
 
     def model(self) -> onnx.ModelProto:
-        """The node as a model. Its IR version is an old one, which every runtime loads."""
+        """Returns the node as a model, with an old IR version that every runtime loads."""
         from onnx import helper
 
         inputs = [
@@ -79,11 +80,13 @@ def _element_type(dtype: str) -> int:
     return helper.np_dtype_to_tensor_dtype(numpy.dtype(dtype))
 
 
-def _microsoft(op: str, *inputs: Sample, outputs: tuple[str, ...] = ("float32",), **attributes: Any) -> Probe:
+def _microsoft(op: str, *inputs: Sample, outputs: Sequence[str] = ("float32",), **attributes: object) -> Probe:
     return Probe(op, inputs, attributes, outputs, MICROSOFT, 1)
 
 
-def _onnx(version: int, op: str, *inputs: Sample, outputs: tuple[str, ...] = ("float32",), **attributes: Any) -> Probe:
+def _onnx(
+    version: int, op: str, *inputs: Sample, outputs: tuple[str, ...] = ("float32",), **attributes: object
+) -> Probe:
     return Probe(op, inputs, attributes, outputs, "", version)
 
 
@@ -140,12 +143,12 @@ _RECENT = (
 )
 
 TRAINING = tuple(probe.name for probe in _TRAINING)
-"""Gradients and losses, which only the training builds have."""
+"""Kernels of gradients and losses, which only training builds have."""
 
 FUSED = tuple(probe.name for probe in _FUSED)
-"""Several operators in one, outside of the ONNX standard."""
+"""Fused kernels outside of the ONNX standard."""
 
 RECENT = tuple(probe.name for probe in _RECENT)
-"""Operators of recent ONNX operator sets."""
+"""Kernels of operators in recent ONNX operator sets."""
 
 PROBES = {probe.name: probe for probe in (*_TRAINING, *_FUSED, *_RECENT)}

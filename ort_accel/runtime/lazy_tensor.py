@@ -1,4 +1,4 @@
-"""Outputs that are computed when somebody reads them."""
+"""Outputs of a model that are computed at their first use."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+TorchFunction = Callable[..., Any]
+
 
 class UnreadTensor(Tensor):
-    """Stands for an output that was not computed: it knows its form, and computes itself at the first use.
+    """An output that is not computed yet. It knows its size, type and device, and computes its values at first use.
 
-    Asking for its size, type or device, detaching and casting it to another float type compute nothing, since
-    libraries do so with outputs that nobody looks at. Until it is computed it has no `grad_fn`: DDP, which asks all
-    outputs for theirs, then leaves it as it is. Whatever else is done with it is done with the true tensor.
+    Metadata, `detach` and casts to float types compute nothing, since libraries apply these to outputs that nobody
+    reads. It has no `grad_fn` until it is computed, so that DDP, which asks every output for its own, ignores it. Every
+    other operation runs on the computed tensor.
     """
 
     _compute: Callable[[], Tensor] | None
     _value: Tensor | None
     _has_gradient: bool
     _casts: list[ref[UnreadTensor]]
-    """They are computed together with it, as it may be written to from then on."""
+    """Lazy casts of it, which are computed with it, since it may be written to afterwards."""
 
     @staticmethod
     def __new__(
@@ -36,15 +38,17 @@ class UnreadTensor(Tensor):
         *,
         requires_grad: bool = False,
     ) -> UnreadTensor:
-        """`compute` is called once at most, and not kept after that; its tensor has the size, type and device that are
-        given here, and gradients if `requires_grad` says so."""
-        unread: UnreadTensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device, requires_grad=False)
-        unread._compute, unread._value, unread._has_gradient = compute, None, requires_grad
-        unread._casts = []
-        return unread
+        """Returns a lazy tensor. `compute` is called at most once, and dropped then.
+
+        Its result has this size, type and device, and a gradient if `requires_grad` is true.
+        """
+        lazy: UnreadTensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device, requires_grad=False)
+        lazy._compute, lazy._value, lazy._has_gradient = compute, None, requires_grad
+        lazy._casts = []
+        return lazy
 
     def read(self) -> Tensor:
-        """The true tensor."""
+        """Returns the computed tensor."""
         if self._value is None:
             assert self._compute is not None
             self._value, self._compute = self._compute(), None
@@ -56,7 +60,7 @@ class UnreadTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: TorchFunction, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func == _REQUIRES_GRAD:
             return args[0]._has_gradient
@@ -64,38 +68,38 @@ class UnreadTensor(Tensor):
             return None
         if func in _CASTS and len(args) == 1 and not kwargs and args[0]._value is None:
             return _cast(args[0], func, _CASTS[func])
-        if func not in _OF_THE_FORM:
+        if func not in _METADATA_FUNCTIONS:
             args, kwargs = read_all((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch leaves it untyped
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: TorchFunction, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Reached by C++ alone, where gradients are no longer recorded: Python's calls go by `__torch_function__`."""
+        """Run an operator that C++ calls below autograd; calls from Python go through `__torch_function__`."""
         args, kwargs = read_all((args, kwargs))
         return func(*args, **(kwargs or {}))
 
 
 def read_all(values: Any) -> Any:
-    """The same structure with the true tensor for every unread one."""
-    return pytree.tree_map_only(UnreadTensor, lambda unread: unread.read(), values)
+    """Returns the same structure with each lazy tensor computed."""
+    return pytree.tree_map_only(UnreadTensor, UnreadTensor.read, values)
 
 
-def _cast(unread: UnreadTensor, cast: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> UnreadTensor:
-    has_gradient = unread._has_gradient and cast is not Tensor.detach
-    compute = partial(_apply, cast, unread)
-    result = UnreadTensor(unread.shape, dtype or unread.dtype, unread.device, compute, requires_grad=has_gradient)
-    unread._casts.append(ref(result))
+def _cast(lazy: UnreadTensor, cast: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> UnreadTensor:
+    has_gradient = lazy._has_gradient and cast is not Tensor.detach
+    compute = partial(_apply, cast, lazy)
+    result = UnreadTensor(lazy.shape, dtype or lazy.dtype, lazy.device, compute, requires_grad=has_gradient)
+    lazy._casts.append(ref(result))
     return result
 
 
-def _apply(cast: Callable[[Tensor], Tensor], unread: UnreadTensor) -> Tensor:
-    return cast(unread.read())
+def _apply(cast: Callable[[Tensor], Tensor], lazy: UnreadTensor) -> Tensor:
+    return cast(lazy.read())
 
 
-_CASTS: dict[Callable[..., Any], torch.dtype | None] = {
+_CASTS: dict[TorchFunction, torch.dtype | None] = {
     Tensor.detach: None,
     Tensor.float: torch.float32,
     Tensor.double: torch.float64,
@@ -124,9 +128,9 @@ _PROPERTIES = [
 ]
 
 
-def _getter(name: str) -> Callable[..., Any]:
-    """What `__torch_function__` is given where a property is asked for."""
-    getter: Callable[..., Any] = getattr(Tensor, name).__get__
+def _getter(name: str) -> TorchFunction:
+    """Returns the function that `__torch_function__` gets for a property."""
+    getter: TorchFunction = getattr(Tensor, name).__get__
     return getter
 
 
@@ -134,7 +138,7 @@ _GETTERS = {name: _getter(name) for name in _PROPERTIES}
 
 _REQUIRES_GRAD, _GRAD_FN = _GETTERS["requires_grad"], _getter("grad_fn")
 
-_OF_THE_FORM: frozenset[Callable[..., Any]] = frozenset(
+_METADATA_FUNCTIONS: frozenset[TorchFunction] = frozenset(
     {
         *_GETTERS.values(),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.element_size, Tensor.__len__, torch.numel),

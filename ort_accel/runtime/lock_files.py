@@ -1,7 +1,7 @@
-"""Files that say what a process is at, and stay when it dies.
+"""Locked files that tell what a process is doing, and that outlive it when it crashes.
 
-The process holds a lock on its file, which the operating system drops when the process ends, in whatever way. So a file
-without a lock was left by a process that ended at what the file says.
+The operating system drops the lock when the process ends, in whatever way. A file without a lock was left by a process
+that ended while it did what the file says.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # Windows, where nothing is remembered
+except ImportError:  # Windows has no such locks, so crashes are not remembered there
     fcntl = None  # type: ignore[assignment]
 
 FOREIGN_SECONDS = 3600.0
-"""A file of another machine counts from this age on: whether a lock is seen from afar depends on the file system."""
+"""The age from which a file of another machine counts as orphaned: remote locks may be invisible."""
 
 
 def locked_file(path: Path, content: bytes = b"") -> int | None:
-    """Make a file and hold its lock until what is returned is closed; None where there are no locks.
+    """Create a file and hold its lock. Returns the descriptor to close, or None where there are no locks.
 
-    The lock is taken before the file has its name: nobody ever finds it without. What is written later comes behind.
+    The lock is taken before the file gets its name, so no process ever finds it unlocked. Later writes are appended.
     """
     if fcntl is None:
         return None
@@ -41,17 +41,17 @@ def locked_file(path: Path, content: bytes = b"") -> int | None:
         aside.rename(path)
     except OSError:
         os.close(lock)
-        forget([aside])
+        delete_files([aside])
         raise
     return lock
 
 
-def is_left_over(path: Path, made_on: str) -> bool:
-    """Whether the process that made a file on a machine has ended."""
+def is_orphaned(path: Path, made_on: str) -> bool:
+    """True if the process that made this file, on the machine `made_on`, has ended."""
     try:
         age = time.time() - path.stat().st_mtime
         return (made_on == machine() or age > FOREIGN_SECONDS) and not _is_locked(path)
-    except OSError:  # its process has just taken it away
+    except OSError:  # its process has just deleted it
         return False
 
 
@@ -68,8 +68,8 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def forget(paths: Iterable[Path]) -> None:
-    """Take files away, as far as that can be done."""
+def delete_files(paths: Iterable[Path]) -> None:
+    """Delete files, and ignore those that cannot be deleted."""
     for path in paths:
         with suppress(OSError):
             path.unlink()
@@ -77,7 +77,7 @@ def forget(paths: Iterable[Path]) -> None:
 
 @cache
 def machine() -> str:
-    """This machine since it was started, for which locks hold whatever the container; or else its name."""
+    """Returns an identifier of this boot of the machine, valid in all its containers; elsewhere the host's name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     except OSError:

@@ -1,7 +1,7 @@
-"""Optimized models kept on disk between runs, so that the next start need not optimize again.
+"""A cache of optimized models on disk, so that the next start need not optimize them again.
 
-A file is named by a fingerprint of all that decides its content, and begins with a checksum of the rest. It is written
-aside and renamed, so that a process that is killed, or several that share the folder, never leave a half-written one.
+A file is named by a fingerprint of everything that decides its content, and begins with a checksum of the rest. It is
+written under another name and renamed, so no process ever sees a half-written file.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ FORMAT = b"ort_accel cache 1\n"
 CHECKSUM_BYTES = 32
 
 UNFINISHED_SECONDS = 600.0
-"""A file that nobody has written to for so long will not be finished."""
+"""The age from which a half-written file counts as abandoned."""
 
 
 class ModelKeys:
-    """Names models by a fingerprint of all that decides what ONNX Runtime makes of them."""
+    """Fingerprints of models and of everything else that decides how ONNX Runtime optimizes them."""
 
     def __init__(self, context: str) -> None:
-        """`context` names what besides the model decides that: the runtime, its version and its settings."""
+        """`context` names the runtime, its version and its settings."""
         self._context = "\n".join([ort_accel.__version__, platform.machine(), processor(), context]).encode()
 
     def of(self, model: bytes) -> str:
-        """The fingerprint of a model."""
+        """Returns the fingerprint of a model."""
         return hashlib.sha256(self._context + b"\0" + model).hexdigest()
 
 
 class ModelCache:
-    """A folder of optimized models. Trouble with the folder is noted in the report and costs only the time saved."""
+    """A folder of optimized models. Errors of the folder are noted in the report, and the model is optimized again."""
 
     def __init__(self, folder: Path, keys: ModelKeys, report: Report) -> None:
         self._folder, self._keys, self._report = folder, keys, report
@@ -47,7 +47,7 @@ class ModelCache:
         self._delete_unfinished()
 
     def get(self, model: bytes) -> bytes | None:
-        """The optimized model, if it is there and whole."""
+        """Returns the optimized model; None if it is missing or damaged."""
         path = self._path(model)
         try:
             content = path.read_bytes()
@@ -65,7 +65,7 @@ class ModelCache:
         return body
 
     def put(self, model: bytes, optimized: bytes) -> None:
-        """Keep an optimized model."""
+        """Store an optimized model."""
         content = FORMAT + hashlib.sha256(optimized).digest() + optimized
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ class ModelCache:
                 LOG.warning("engine.cache_dir: %s", text)
 
     def _delete_unfinished(self) -> None:
-        """Delete what killed processes left; what is fresh may belong to one that is writing."""
+        """Delete old half-written files; a recent one may belong to a process that is writing."""
         latest, count = time.time() - UNFINISHED_SECONDS, 0
         with suppress(OSError):
             for path in [*self._folder.glob(".*.model.*"), *self._folder.glob(".*.graph.*")]:
@@ -93,8 +93,8 @@ class ModelCache:
         return self._folder / f"{self._keys.of(model)}.model"
 
 
-def optimized_by(create: Callable[[Path], object]) -> bytes:
-    """The model that creating a session writes to the path it is given."""
+def optimized_model(create: Callable[[Path], object]) -> bytes:
+    """Returns the model that `create` writes to the path that it is given."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "optimized.onnx"
         create(path)
@@ -102,10 +102,10 @@ def optimized_by(create: Callable[[Path], object]) -> bytes:
 
 
 def processor() -> str:
-    """The processor's name: optimized models may hold layouts for its vector width."""
+    """Returns the processor's name and flags: optimized models may hold layouts for its vector width."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    wanted = ("model name", "cpu family", "model\t", "flags")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+    prefixes = ("model name", "cpu family", "model\t", "flags")
+    return "\n".join(sorted({line for line in lines if line.startswith(prefixes)}))

@@ -1,8 +1,7 @@
-"""PyTorch's OpenMP threads, sent to sleep before ONNX Runtime works.
+"""Pausing of PyTorch's OpenMP threads before ONNX Runtime runs.
 
-After a parallel loop OpenMP's threads stay awake for milliseconds, waiting for the next one. That is right between
-PyTorch's own operators, and wrong where ONNX Runtime comes next: its threads then share the cores with threads that do
-nothing. On two cores it made the first matrix product after each PyTorch segment twice as slow.
+OpenMP's threads spin for a while after a parallel loop, in case another loop follows. They are paused here, since they
+would otherwise compete with ONNX Runtime's threads for the cores.
 """
 
 from __future__ import annotations
@@ -13,34 +12,34 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-SOFT = 1
-"""`omp_pause_soft`: give the threads back, keep everything that was set."""
+PAUSE_SOFT = 1
+"""`omp_pause_soft`: release the threads and keep all settings."""
 
-RUNTIMES = ("libgomp", "libiomp5", "libomp")
+LIBRARIES = ("libgomp", "libiomp5", "libomp")
 
 
-def rest_openmp() -> None:
-    """Let the calling thread's OpenMP threads rest; where none are awake this takes well under a microsecond."""
-    _rest()()
+def pause_openmp() -> None:
+    """Pause the OpenMP threads of the calling thread; cheap if none are awake."""
+    for pause in _pause_functions():
+        pause(PAUSE_SOFT)
 
 
 @cache
-def _rest() -> Callable[[], object]:
-    """The pause that OpenMP 5.0 defines, in each OpenMP library that this process has loaded from torch's folders."""
-    pauses = [pause for pause in map(_pause, _loaded()) if pause is not None]
-    return lambda: [pause(SOFT) for pause in pauses]
+def _pause_functions() -> list[Callable[[int], int]]:
+    """Returns `omp_pause_resource_all` of each OpenMP library that this process has loaded from torch's folders."""
+    return [pause for pause in map(_pause_function, _loaded_libraries()) if pause is not None]
 
 
-def _loaded() -> list[str]:
+def _loaded_libraries() -> list[str]:
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return []
     paths = {line.split(maxsplit=5)[-1] for line in lines if "/torch" in line}
-    return sorted(path for path in paths if Path(path).name.startswith(RUNTIMES))
+    return sorted(path for path in paths if Path(path).name.startswith(LIBRARIES))
 
 
-def _pause(path: str) -> Callable[[int], int] | None:
+def _pause_function(path: str) -> Callable[[int], int] | None:
     try:
         library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         pause = library.omp_pause_resource_all

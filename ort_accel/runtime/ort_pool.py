@@ -1,10 +1,9 @@
-"""The pool of memory that all sessions share: emptying it, and taking memory from it."""
+"""ONNX Runtime's memory pool, which all sessions share: releasing its unused memory, and allocating from it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numpy
 import torch
@@ -16,23 +15,23 @@ from ort_accel.runtime.import_ort import onnxruntime
 from ort_accel.runtime.kernel_probes import Probe, Sample
 from ort_accel.runtime.session import CPU_POOL, SHRINKAGE, Session, SessionSettings, share_memory_pool
 
-NOTHING = Probe("Identity", (Sample((1,)),), {}, ("float32",), "", 17)
+IDENTITY = Probe("Identity", (Sample((1,)),), {}, ("float32",), "", 17)
 
 ITEM_TYPES = {2: "int16", 4: "float32", 8: "float64"}
-"""For an element of so many bytes, a type that ONNX Runtime fills memory with."""
+"""A type that ONNX Runtime can fill memory with, by the bytes of an element."""
 
 
 def release_unused() -> None:
-    """Give back what ONNX Runtime's pool holds and nobody uses. A later run asks for it again, which takes time."""
-    session, options = _shrinking()
-    session.run(None, NOTHING.feeds(), options)
+    """Return the pool's unused memory to the system. A later run that needs it again is slower."""
+    session, options = _shrinking_session()
+    session.run(None, IDENTITY.feeds(), options)
 
 
 @cache
-def _shrinking() -> tuple[Any, Any]:
-    """A model that does nothing, and options with which a run shrinks the pool when it ends."""
+def _shrinking_session() -> tuple[onnxruntime.InferenceSession, onnxruntime.RunOptions]:
+    """Returns a session that computes nothing, and options with which its run shrinks the pool."""
     share_memory_pool(CPU)
-    model, settings = NOTHING.model().SerializeToString(), SessionSettings(threads=1).options()
+    model, settings = IDENTITY.model().SerializeToString(), SessionSettings(threads=1).options()
     session = onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
     options = onnxruntime.RunOptions()
     options.add_run_config_entry(SHRINKAGE, CPU_POOL)
@@ -40,14 +39,14 @@ def _shrinking() -> tuple[Any, Any]:
 
 
 def pooled_zeros(sizes: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Zeros in memory that goes back to the pool when the tensor is gone."""
-    zeros = _zeros(len(sizes), ITEM_TYPES[dtype.itemsize])([sizes_to_ort(sizes, scalar=False)])[0]
+    """Returns zeros in memory of the pool."""
+    zeros = _zeros_session(len(sizes), ITEM_TYPES[dtype.itemsize])([sizes_to_ort(sizes, scalar=False)])[0]
     return zeros if zeros.dtype == dtype else zeros.view(dtype)
 
 
 @cache
-def _zeros(rank: int, dtype: str) -> Session:
-    """The sizes are an input: knowing them, it would make of the result a constant, which all runs share."""
+def _zeros_session(rank: int, dtype: str) -> Session:
+    """Returns a session that makes zeros. The sizes are an input: constant zeros would be shared by all runs."""
     value = numpy_helper.from_array(numpy.zeros(1, dtype))
     zeros = Probe("ConstantOfShape", (Sample((rank,), "int64"),), {"value": value}, (dtype,), "", 17)
     return Session(zeros.model().SerializeToString(), ["in0"], ["out0"], SessionSettings(threads=1))

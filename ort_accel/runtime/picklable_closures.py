@@ -1,14 +1,14 @@
-"""Functions that are made by functions, with a note of how, so that another process can make the same."""
+"""Closures that record the call that made them, so that another process can make the same closure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-Made = TypeVar("Made", bound=Callable[..., Any])
+Closure = TypeVar("Closure", bound=Callable[..., object])
 
 
-def made_by(function: Made, make: Callable[..., Any], *arguments: Any) -> Made:
-    """The function, which says that `make` makes it from these arguments (`made_by`)."""
-    function.made_by = make, arguments  # type: ignore[attr-defined]
-    return function
+def made_by(closure: Closure, factory: Callable[..., object], *arguments: object) -> Closure:
+    """Returns the closure with the attribute `made_by`: the factory and the arguments that make it again."""
+    closure.made_by = factory, arguments  # type: ignore[attr-defined]
+    return closure

@@ -7,49 +7,48 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ort_accel.errors import OrtAccelError
-from ort_accel.runtime.cuda import NOT_SYNCHRONIZED, PROVIDER, in_order
+from ort_accel.runtime.cuda import DISABLE_SYNCHRONIZATION, PROVIDER, stream_order
 from ort_accel.runtime.device import CPU, Place
-from ort_accel.runtime.dlpack import OrtValue, to_ort, to_torch
+from ort_accel.runtime.dlpack import OrtValue, OrtValues, to_ort, to_torch
 from ort_accel.runtime.import_ort import native as ort
 from ort_accel.runtime.import_ort import onnxruntime
-from ort_accel.runtime.openmp import rest_openmp
+from ort_accel.runtime.openmp import pause_openmp
 
-INEXACT = ["MatMulScaleFusion"]
-"""Optimizations that are left out: this one keeps a float64 scale in single precision."""
+DISABLED_OPTIMIZERS = ["MatMulScaleFusion"]
+"""Optimizers that change results: this one keeps a float64 scale in single precision."""
 
-SILENT = 4
+LOG_ERRORS, LOG_FATAL = 3, 4
+"""Severities of ONNX Runtime's log. Its warnings, such as on unused initializers, are of no use to a user."""
 
 SHRINKAGE, CPU_POOL = "memory.enable_memory_arena_shrinkage", "cpu:0"
-"""With this, a run gives back to the system what the pool does not use any more."""
-
-QUIET = 3
-"""Log errors only: warnings about unused initializers and the like say nothing to a user."""
+"""An entry of a run's options, and its value: the run ends by returning the pool's unused memory to the system."""
 
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """How sessions run; the same for all segments of a model."""
+    """Settings of the sessions of a model."""
 
     threads: int
     optimize: bool = True
     deterministic: bool = False
-    log_severity: int = field(default=QUIET, repr=False)
-    """Left out of the text that names a cached model: it changes nothing in it."""
+    log_severity: int = field(default=LOG_ERRORS, repr=False)
+    """Not part of the text that names a cached model, since it does not change the model."""
     place: Place = CPU
-    """What sessions compute on."""
-    whole: bool = field(default=False, repr=False)
-    """On a CUDA device: refuse a model of which the CPU would have to run a part."""
+    """The device that sessions compute on."""
+    refuse_cpu_nodes: bool = field(default=False, repr=False)
+    """On a CUDA device, refuse a model that needs the CPU for some of its nodes."""
     shrinks: bool = field(default=False, repr=False)
-    """On the CPU: give back, behind each run, what the pool does not use. That is for a C library that joins freed
-    blocks: otherwise gaps would take more than the pool gives back."""
+    """On the CPU, return the pool's unused memory to the system after each run.
 
-    def options(self) -> Any:
-        """The SessionOptions that these settings mean."""
+    Only with a C library that joins freed blocks: otherwise fragmentation takes more memory than the pool returns.
+    """
+
+    def options(self) -> onnxruntime.SessionOptions:
+        """Returns the SessionOptions for these settings."""
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
@@ -57,33 +56,32 @@ class SessionSettings:
         options.use_deterministic_compute = self.deterministic
         level = onnxruntime.GraphOptimizationLevel
         options.graph_optimization_level = level.ORT_ENABLE_ALL if self.optimize else level.ORT_DISABLE_ALL
-        # Threads that wait by spinning fight with PyTorch's for the same cores: with it a BERT step on two cores took
-        # 0.54 s, without 0.49 s, and 0.85 s where spinning went on after a run.
+        # Threads do not spin while they wait, since they would compete with PyTorch's threads for the cores.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        # Planned blocks, each as large as all temporaries of a segment, fit badly into a pool that all segments share.
-        # On a CUDA device one block for all saves the host's time, which is what small kernels wait for.
+        # On the CPU no block is planned for all temporaries of a segment: such blocks fragment the shared pool. On a
+        # CUDA device one planned block saves the host's time, which small kernels wait for.
         options.enable_mem_pattern = self.place.is_cuda
-        # A plan that lets one value after the other have the same memory holds it in between, too: with it a Llama of
-        # four layers at memory.level 1 took 195 MiB for a step, and 156 where the pool hands memory out anew.
+        # On the CPU values do not reuse each other's memory by plan: the plan holds memory between its uses, and the
+        # pool does not.
         options.enable_mem_reuse = self.place.is_cuda
-        # One pool of memory for all sessions of the process, instead of one for each segment.
+        # All sessions of the process share one memory pool.
         options.add_session_config_entry("session.use_env_allocators", "1")
-        # NaN and infinities must come out as eager gives them; denormals too.
+        # NaN, infinities and denormals must equal those of eager PyTorch.
         options.add_session_config_entry("session.set_denormal_as_zero", "0")
-        if self.whole and self.place.is_cuda:
+        if self.refuse_cpu_nodes and self.place.is_cuda:
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         return options
 
 
 def share_memory_pool(place: Place) -> None:
-    """Register the pools that all sessions allocate from; they grow by what is asked for, not by powers of two."""
-    _share("Cpu", 0)  # on any device: the CPU computes sizes, at the least
+    """Register the memory pools of all sessions. They grow by the size asked for, not by powers of two."""
+    _share("Cpu", 0)  # for every device, since the CPU computes at least the sizes
     if place.is_cuda and not place.torch_memory:
         _share("Cuda", place.index, int(dict(place.options).get("gpu_mem_limit", 0)))
 
 
 _SHARED: set[tuple[str, int]] = set()
-"""The devices with a pool; a second one cannot be registered."""
+"""The devices with a pool; a second pool cannot be registered."""
 
 
 def _share(device: str, index: int, limit: int = 0) -> None:
@@ -99,10 +97,15 @@ def _share(device: str, index: int, limit: int = 0) -> None:
         onnxruntime.create_and_register_allocator_v2(PROVIDER, memory, {"device_id": str(index)}, growth)
 
 
-def _created(model: bytes, settings: SessionSettings, options: Any, stream: torch.cuda.Stream | None) -> Any:
-    """A session; without fusions where ONNX Runtime fuses into a kernel that it lacks, as FusedMatMul in float64."""
-    providers = settings.place.providers(stream, whole=settings.whole)
-    how = {"providers": providers, "disabled_optimizers": INEXACT, "enable_fallback": False}
+def _create(
+    model: bytes, settings: SessionSettings, options: onnxruntime.SessionOptions, stream: torch.cuda.Stream | None
+) -> onnxruntime.InferenceSession:
+    """Returns an InferenceSession.
+
+    The session has no fusions if ONNX Runtime fuses into a kernel that it lacks, such as FusedMatMul in float64.
+    """
+    providers = settings.place.providers(stream, refuse_cpu_nodes=settings.refuse_cpu_nodes)
+    how = {"providers": providers, "disabled_optimizers": DISABLED_OPTIMIZERS, "enable_fallback": False}
     try:
         session = onnxruntime.InferenceSession(model, options, **how)
     except ort.NotImplemented:
@@ -116,7 +119,7 @@ def _created(model: bytes, settings: SessionSettings, options: Any, stream: torc
     return session
 
 
-def _vector(values: Iterable[OrtValue]) -> Any:
+def _vector(values: Iterable[OrtValue]) -> OrtValues:
     vector = ort.OrtValueVector()
     for value in values:
         vector.push_back(value)
@@ -124,7 +127,7 @@ def _vector(values: Iterable[OrtValue]) -> Any:
 
 
 class Session:
-    """Runs one model on torch memory."""
+    """An ONNX Runtime session that reads and writes torch memory."""
 
     def __init__(
         self,
@@ -134,38 +137,37 @@ class Session:
         settings: SessionSettings,
         optimized_path: Path | None = None,
     ) -> None:
-        """With `optimized_path`, the model as ONNX Runtime optimized it is written there."""
+        """Create the session. ONNX Runtime writes its optimized model to `optimized_path`, if given."""
         share_memory_pool(settings.place)
         options = settings.options()
         if optimized_path is not None:
             options.optimized_model_filepath = str(optimized_path)
         self._stream = settings.place.stream()
-        session = _created(model, settings, options, self._stream)
+        session = _create(model, settings, options, self._stream)
         self._run = session._sess.run_with_ortvaluevector
         self._session = session
         self._inputs, self._outputs = list(inputs), list(outputs)
         self._devices = [settings.place.ort_device()] * len(outputs)
         self._options = onnxruntime.RunOptions()
-        self._options.log_severity_level = SILENT  # a run that fails is run by PyTorch, which says what is wrong
+        self._options.log_severity_level = LOG_FATAL  # PyTorch repeats a run that fails, and reports the error
         if settings.shrinks:
             self._options.add_run_config_entry(SHRINKAGE, CPU_POOL)
-        if settings.place.is_cuda:  # PyTorch's own work comes behind it on the same stream
-            self._options.add_run_config_entry(NOT_SYNCHRONIZED, "1")
-            # A run frees its pinned memory in a callback of the stream. Where that callback held the last reference to
-            # the session's allocator, CUDA would be called from the callback, which ends the process.
+        if settings.place.is_cuda:  # PyTorch's next work is ordered by the stream
+            self._options.add_run_config_entry(DISABLE_SYNCHRONIZATION, "1")
+            # A run frees its pinned memory in a callback of the stream. If that callback held the last reference to the
+            # session's allocator, it would call CUDA, which ends the process. So the session waits for all runs.
             weakref.finalize(self, settings.place.settle)
 
     def __call__(self, feeds: Sequence[OrtValue], into: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """Run on these inputs, in the order given at the start. Results are written into these tensors; without them
-        they lie in ONNX Runtime's memory."""
+        """Run on these inputs, in the order of `inputs`. Returns `into` with the results, or new tensors without it."""
         given, results = _vector(feeds), _vector(map(to_ort, into))
-        with self._turn():
+        with self._alternating_with_torch():
             self._run(self._options, self._inputs, given, self._outputs, results, self._devices)
         return list(into) or to_torch(results, len(self._outputs))
 
-    def _turn(self) -> AbstractContextManager[None]:
-        """What a run needs around it, so that it and PyTorch's own work do not get in each other's way."""
+    def _alternating_with_torch(self) -> AbstractContextManager[None]:
+        """Returns a context for a run that orders it with PyTorch's work, or pauses PyTorch's threads."""
         if self._stream is not None:
-            return in_order(self._stream)
-        rest_openmp()
+            return stream_order(self._stream)
+        pause_openmp()
         return nullcontext()

@@ -1,4 +1,4 @@
-"""Making sessions: from the cache where it has the model, and writing models down where that is asked for."""
+"""Creation of sessions: from the cache where it has the model, and with a copy on disk where one is asked for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,12 +16,12 @@ from ort_accel.errors import OrtAccelError
 from ort_accel.files import write_aside
 from ort_accel.runtime.crash_journal import Attempt, CrashJournal
 from ort_accel.runtime.dlpack import OrtValue
-from ort_accel.runtime.model_cache import ModelCache, optimized_by
-from ort_accel.runtime.session import Session, SessionSettings
+from ort_accel.runtime.model_cache import ModelCache, optimized_model
+from ort_accel.runtime.session import LOG_FATAL, Session, SessionSettings
 
 
 class ModelFolder:
-    """`engine.save_onnx`: a folder that models are written to under readable names."""
+    """The folder of `engine.save_onnx`, to which models are written under readable names."""
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self._folder, self._prefix = folder, prefix
@@ -46,14 +46,14 @@ class ModelFolder:
 
 
 class Run(Protocol):
-    """Runs a model."""
+    """A callable that runs a model."""
 
     def __call__(self, feeds: Sequence[OrtValue], into: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """Run on these inputs; results are written into these tensors, where there are some."""
+        """Run on these inputs, and write the results into `into` if it is given."""
 
 
 class Sessions:
-    """Makes the sessions of one model. Segments that are alike, such as those of equal layers, share one."""
+    """Creates the sessions of one model. Equal segments, such as those of equal layers, share a session."""
 
     def __init__(
         self,
@@ -64,31 +64,39 @@ class Sessions:
     ) -> None:
         self.settings = settings
         self._cache, self._folder, self._journal = cache, folder, journal
-        self._made: WeakValueDictionary[bytes, _Watched] = WeakValueDictionary()
+        self._sessions: WeakValueDictionary[bytes, _JournaledSession] = WeakValueDictionary()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Sessions], tuple[SessionSettings]]:
         if self._cache or self._folder or self._journal:
             raise TypeError("sessions with a cache belong to one process")
         return Sessions, (self.settings,)
 
     def without_trace(self) -> Sessions:
-        """Sessions for trials, which are neither cached nor written down; should one end the process, it is known."""
+        """Returns sessions for trials: not cached and not saved, but with the crash journal."""
         return Sessions(self.settings, journal=self._journal)
 
     def create(self, model: bytes, inputs: Sequence[str], outputs: Sequence[str], name: str) -> Run:
-        """A session for a model that was written in ONNX; `name` is what `engine.save_onnx` calls it."""
-        session = self._made.get(model)
+        """Returns a session for an ONNX model; `engine.save_onnx` and messages call it `name`."""
+        session = self._sessions.get(model)
         if session is None or self._folder is not None:
             attempt = self._attempt(model, name)
-            session = self._made[model] = _Watched(self._create(model, inputs, outputs, name, attempt), attempt)
+            session = self._sessions[model] = _JournaledSession(
+                self._create(model, inputs, outputs, name, attempt), attempt
+            )
         return session
 
     def try_out(self, model: bytes, name: str) -> None:
-        """Raise what ONNX Runtime has against a small model."""
+        """Create a session of a small model, and raise ONNX Runtime's error if it refuses the model."""
         attempt = self._attempt(model, name)
-        with attempt.watched():
-            place = self.settings.place
-            Session(model, [], [], SessionSettings(threads=1, optimize=False, log_severity=4, place=place, whole=True))
+        with attempt.first_use():
+            settings = SessionSettings(
+                threads=1,
+                optimize=False,
+                log_severity=LOG_FATAL,
+                place=self.settings.place,
+                refuse_cpu_nodes=True,
+            )
+            Session(model, [], [], settings)
         attempt.succeeded()
 
     def _attempt(self, model: bytes, name: str) -> Attempt:
@@ -98,39 +106,39 @@ class Sessions:
         self, model: bytes, inputs: Sequence[str], outputs: Sequence[str], name: str, attempt: Attempt
     ) -> Session:
         if self._cache is None and self._folder is None:
-            with attempt.watched():
+            with attempt.first_use():
                 return Session(model, inputs, outputs, self.settings)
         optimized = self._optimized(model, attempt)
         if self._folder is not None:
             self._folder.write(name, "lowered", model)
             self._folder.write(name, "optimized", optimized)
-        with attempt.watched():
+        with attempt.first_use():
             return Session(optimized, inputs, outputs, replace(self.settings, optimize=False))
 
     def _optimized(self, model: bytes, attempt: Attempt) -> bytes:
-        kept = self._cache.get(model) if self._cache else None
-        if kept is not None:
-            return kept
-        with attempt.watched():
-            optimized = optimized_by(lambda path: Session(model, [], [], self.settings, optimized_path=path))
+        cached = self._cache.get(model) if self._cache else None
+        if cached is not None:
+            return cached
+        with attempt.first_use():
+            optimized = optimized_model(lambda path: Session(model, [], [], self.settings, optimized_path=path))
         if self._cache is not None:
             self._cache.put(model, optimized)
         return optimized
 
 
-class _Watched:
-    """A session whose runs are watched: the first one that succeeds by a file, the others in memory."""
+class _JournaledSession:
+    """A session whose runs are in the crash journal: up to the first success by a file, then on the crash page."""
 
     def __init__(self, session: Session, attempt: Attempt) -> None:
         self._session, self._attempt = session, attempt
-        self._running: AbstractContextManager[None] | None = None
+        self._later_runs: AbstractContextManager[None] | None = None
 
     def __call__(self, feeds: Sequence[OrtValue], into: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-        if self._running is not None:
-            with self._running:
+        if self._later_runs is not None:
+            with self._later_runs:
                 return self._session(feeds, into)
-        with self._attempt.watched():
+        with self._attempt.first_use():
             results = self._session(feeds, into)
         self._attempt.succeeded()
-        self._running = self._attempt.later_runs()
+        self._later_runs = self._attempt.later_runs()
         return results

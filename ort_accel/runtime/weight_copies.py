@@ -1,15 +1,14 @@
-"""`precision.cache_cast_weights`: autocast's smaller copy of a weight, made once for the micro-batches of a step.
+"""`precision.cache_cast_weights`: the 16-bit copy of a weight is cast once for all micro-batches of a step.
 
-A copy serves as long as its weight is the same memory in the same version, which every write through PyTorch counts up,
-and gradients are being accumulated. A first micro-batch, after `zero_grad`, always casts anew, and any optimizer's step
-drops all copies before it changes weights: so those are seen, too, that are written behind autograd's back, by `.data`.
+A copy is valid while its weight has the same memory and version, and while gradients are accumulated. The first
+micro-batch after `zero_grad` always casts again. Every optimizer step drops all copies before it changes weights, since
+writes through `.data` do not change a tensor's version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from weakref import finalize, ref
 
 import torch
@@ -28,22 +27,22 @@ Key = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 class _Copy:
     version: int
     weight: Tensor
-    """Looks at the weight's memory, so that nothing else is ever put there while the copy is kept."""
+    """A view of the weight, which keeps its memory from being reused while the copy is kept."""
     copy: Tensor
 
 
 class WeightCopies:
-    """The copies of one model's weights."""
+    """The cast copies of one model's weights."""
 
-    def __init__(self, wish: Switch, report: Report) -> None:
-        self._keeps = wish is True
-        """With `auto`, from when gradients were first seen to be accumulated."""
+    def __init__(self, switch: Switch, report: Report) -> None:
+        self._keeps = switch is True
+        """With `auto`, copies are kept once gradients are found to be accumulated."""
         self._report = report
         self._copies: dict[Key, _Copy] = {}
-        drop = ref(self)
+        weak = ref(self)
 
-        def before_step(*_: Any) -> None:
-            if (copies := drop()) is not None:
+        def before_step(*_: object) -> None:
+            if (copies := weak()) is not None:
                 copies.clear()
 
         finalize(self, register_optimizer_step_pre_hook(before_step).remove)
@@ -54,7 +53,7 @@ class WeightCopies:
 
     @torch.no_grad()
     def cast(self, weights: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """Each weight in the type that stands beside it."""
+        """Returns each weight in its type of `dtypes`."""
         is_accumulating = any(weight.grad is not None for weight in weights if weight.is_leaf)
         if not is_accumulating:
             self.clear()

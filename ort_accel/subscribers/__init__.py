@@ -1,4 +1,4 @@
-"""Watching a model's modules at work, on ONNX Runtime as in eager PyTorch."""
+"""Subscribers to the modules of a model, on ONNX Runtime and in eager PyTorch."""
 
 from ort_accel.subscribers.base import Site, SubscriberBase, SubscriberManager
 from ort_accel.subscribers.statistics import StatisticsSubscriber

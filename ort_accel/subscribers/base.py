@@ -1,4 +1,4 @@
-"""Subscribing to the modules of a model: what goes in, what comes out, and the gradients on their way back."""
+"""Subscriptions to the modules of a model: their inputs, their outputs, and the gradients of both."""
 
 from __future__ import annotations
 
@@ -11,62 +11,67 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from ort_accel.engine import recapture
 from ort_accel.errors import OrtAccelError
 from ort_accel.subscribers.watching import Listener, listen, watch
 
-_NUMBERS = count()
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+_MANAGER_NUMBERS = count()
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a tensor was seen."""
+    """The position in a run at which a tensor was seen."""
 
     module: str
     """The module's name; empty for the model itself."""
     kind: str
     """The name of the module's class."""
     tensor: int
-    """Which of the tensors of its inputs or outputs, in order."""
+    """The tensor's index among the module's inputs or outputs."""
     step: int
-    """Calls of the model before this one."""
+    """The number of calls of the model before this one."""
     call: int
-    """Calls of this module before this one, in the same step."""
+    """The number of calls of this module before this one, in the same step."""
 
 
 class SubscriberBase:
-    """What a subscriber can do; override what you want. What is not overridden costs nothing.
+    """The methods of a subscriber; override those that you need. A method that is not overridden costs nothing.
 
-    The first two are part of the computation and may change it: they are captured with the model, so they must be
-    made of torch operators. The others are called while the model runs, with the values; they look and change nothing.
+    `before_forward` and `after_forward` are part of the computation and may change it. They are captured with the
+    model, so they must consist of torch operators. The others are called with the values while the model runs, and must
+    not change them.
     """
 
-    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A module is about to be called; the result is what it is called with."""
+    def before_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Returns the arguments with which a module is called."""
         return args, kwargs
 
-    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """A module was called; the result is its output from here on."""
+    def after_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
+        """Returns the output of a module that was called."""
         return output
 
     def on_input(self, site: Site, tensor: torch.Tensor) -> None:
-        """A tensor goes into a module."""
+        """Called with each input tensor of a module."""
 
     def on_output(self, site: Site, tensor: torch.Tensor) -> None:
-        """A tensor comes out of a module."""
+        """Called with each output tensor of a module."""
 
     def on_output_gradient(self, site: Site, gradient: torch.Tensor) -> None:
-        """The backward comes to a module, with the gradient of what it gave out."""
+        """Called with the gradient of each output tensor of a module."""
 
     def on_input_gradient(self, site: Site, gradient: torch.Tensor) -> None:
-        """The backward leaves a module, with the gradient of what it was given."""
+        """Called with the gradient of each input tensor of a module."""
 
     def on_subscribe(self, model: nn.Module) -> None:
-        """The subscription begins."""
+        """Called when the subscription begins."""
 
     def on_unsubscribe(self) -> None:
-        """The subscription ends."""
+        """Called when the subscription ends."""
 
 
 def _overrides(subscriber: SubscriberBase, *names: str) -> bool:
@@ -74,23 +79,23 @@ def _overrides(subscriber: SubscriberBase, *names: str) -> bool:
 
 
 class SubscriberManager(Listener):
-    """Subscribes to a model: `with SubscriberManager().subscribe(model, [...])`, or `unsubscribe()` at the end.
+    """Manages the subscriptions to a model: `with SubscriberManager().subscribe(model, [...])`, or `unsubscribe()`.
 
-    A step is one call of the model; the numbering goes on through evaluation. What `torch.utils.checkpoint` computes
-    again in the backward is not shown again.
+    A step is one call of the model, in training or evaluation. Recomputations of `torch.utils.checkpoint` are not
+    shown.
     """
 
     def __init__(self) -> None:
         self.step = -1
-        self._name = f"manager {next(_NUMBERS)}"
+        self._name = f"manager {next(_MANAGER_NUMBERS)}"
         self._model: nn.Module | None = None
         self._subscribers: tuple[SubscriberBase, ...] = ()
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._kinds: dict[str, str] = {}
         self._calls: Counter[str] = Counter()
 
     def subscribe(self, model: nn.Module, subscribers: Sequence[SubscriberBase]) -> SubscriberManager:
-        """Let the subscribers watch every module of a model, whether it is accelerated or not, now or later."""
+        """Subscribe to every module of a model. The model may be accelerated before, after, or not at all."""
         if self._model is not None:
             raise OrtAccelError("this SubscriberManager has a model already; unsubscribe first, or make another one")
         self._model, self._subscribers, self.step = model, tuple(subscribers), -1
@@ -107,7 +112,7 @@ class SubscriberManager(Listener):
         return self
 
     def unsubscribe(self) -> None:
-        """Take everything off the model again."""
+        """Remove all hooks and end the subscriptions."""
         if self._model is None:
             return
         for handle in self._handles:
@@ -126,8 +131,8 @@ class SubscriberManager(Listener):
         self.unsubscribe()
 
     def forward(self, key: str, tensor: torch.Tensor) -> list[int]:
-        """A tensor came by: count steps and calls, and tell those who want to know."""
-        if torch._C._current_graph_task_id() != -1:
+        """Count steps and calls, and pass an input or output to the subscribers. Returns its step and call."""
+        if torch._C._current_graph_task_id() != -1:  # a recomputation in the backward
             return [-1, -1]
         side, module, index = key.split("|")
         if side == "in" and index == "0" and not module:
@@ -141,7 +146,7 @@ class SubscriberManager(Listener):
         return stamp
 
     def backward(self, key: str, stamp: list[int], gradient: torch.Tensor) -> None:
-        """A gradient came by."""
+        """Pass a gradient to the subscribers."""
         if not self._subscribers:
             return
         side, module, index = key.split("|")
@@ -152,41 +157,41 @@ class SubscriberManager(Listener):
     def _any_overrides(self, *names: str) -> bool:
         return any(_overrides(one, *names) for one in self._subscribers)
 
-    def _before(self, name: str) -> Callable[..., Any]:
+    def _before(self, name: str) -> Callable[[nn.Module, Args, Kwargs], tuple[Args, Kwargs]]:
         subscribers = [one for one in self._subscribers if _overrides(one, "before_forward")]
         watches = self._any_overrides("on_input", "on_input_gradient")
         manager = self._name
 
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def hook(module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
             for subscriber in subscribers:
                 args, kwargs = subscriber.before_forward(module, args, kwargs)
             if watches or not name:  # the model's own input begins a step
-                args, kwargs = _watched((args, kwargs), manager, f"in|{name}", all_of_them=watches)
+                args, kwargs = _watched((args, kwargs), manager, f"in|{name}", every_tensor=watches)
             return args, kwargs
 
         return hook
 
-    def _after(self, name: str) -> Callable[..., Any]:
+    def _after(self, name: str) -> Callable[[nn.Module, Args, Kwargs, Any], Any]:
         subscribers = [one for one in self._subscribers if _overrides(one, "after_forward")]
         watches = self._any_overrides("on_output", "on_output_gradient")
         manager = self._name
 
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        def hook(module: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> Any:
             for subscriber in subscribers:
                 output = subscriber.after_forward(module, args, kwargs, output)
-            return _watched(output, manager, f"out|{name}", all_of_them=True) if watches else output
+            return _watched(output, manager, f"out|{name}", every_tensor=True) if watches else output
 
         return hook
 
 
-def _watched(tree: Any, manager: str, key: str, all_of_them: bool) -> Any:
-    """The same tree, with its tensors watched: each, or only the first."""
+def _watched(tree: Any, manager: str, key: str, every_tensor: bool) -> Any:
+    """Returns the same structure with every tensor watched, or only the first one."""
     leaves, spec = pytree.tree_flatten(tree)
-    shown: list[Any] = []
+    watched: list[object] = []
     number = 0
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and (all_of_them or number == 0):
+        if isinstance(leaf, torch.Tensor) and (every_tensor or number == 0):
             leaf = watch(leaf, manager, f"{key}|{number}")[0]
             number += 1
-        shown.append(leaf)
-    return pytree.tree_unflatten(shown, spec)
+        watched.append(leaf)
+    return pytree.tree_unflatten(watched, spec)

@@ -1,4 +1,4 @@
-"""Lining up the activation statistics of two runs, module by module, and finding where they part. Needs no torch."""
+"""Comparison of the activation statistics of two runs, tensor by tensor. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from typing import Any
 from ort_accel.errors import OrtAccelError
 
 Row = dict[str, Any]
-Place = tuple[int, str, str, int, int]
+TensorKey = tuple[int, str, str, int, int]
+"""The step, direction, module, tensor and call."""
 
-_NEGLIGIBLE = 1e-6
-"""A tensor whose values are so much smaller than the largest of its step and direction counts as rounding."""
+_ROUNDING_SHARE = 1e-6
+"""The share of the largest values of a step and direction below which values count as rounding."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How a tensor of one run differs from that of the other."""
+    """The difference between a tensor of one run and the same tensor of the other run."""
 
     step: int
     direction: str
@@ -29,53 +30,52 @@ class Difference:
     tensor: int
     call: int
     amount: float
-    """The largest difference between their statistics, as a share of the size of their values; infinite where they
-    cannot be compared."""
+    """The largest difference of a statistic, as a share of the size of the values; infinite if not comparable."""
     what: str
-    """Which statistic differs most, and its two values."""
+    """The statistic that differs most, and its two values."""
     sizes: tuple[float | None, float | None] = (None, None)
-    """The root mean square of its values in each run; None where a run does not have it."""
+    """The root mean square of the values in each run; None if a run lacks the tensor."""
 
 
 def compare(first: Path, second: Path) -> list[Difference]:
-    """The differences between two folders of statistics, in the order of running."""
+    """Returns the differences between two folders of statistics, in the order of the run."""
     rows, others = _read(first), _read(second)
     sizes = _sizes([*rows.values(), *others.values()])
-    return [_difference(place, rows.get(place), others.get(place), sizes) for place in _merged(rows, others)]
+    return [_difference(key, rows.get(key), others.get(key), sizes) for key in _merged(rows, others)]
 
 
 def first_divergence(differences: Iterable[Difference], tolerance: float) -> Difference | None:
-    """The first difference in the order of running that is more than rounding."""
+    """Returns the first difference above the tolerance, in the order of the run."""
     return next((item for item in differences if item.amount > tolerance), None)
 
 
-def _merged(rows: dict[Place, Row], others: dict[Place, Row]) -> list[Place]:
-    """The places of both runs, step by step and the forward first; within these in the order of the first run."""
-    places = dict.fromkeys([*rows, *others])
-    return sorted(places, key=lambda place: (place[0], place[1] != "forward"))
+def _merged(rows: dict[TensorKey, Row], others: dict[TensorKey, Row]) -> list[TensorKey]:
+    """Returns the keys of both runs by step, the forward first, and otherwise in the order of the first run."""
+    keys = dict.fromkeys([*rows, *others])
+    return sorted(keys, key=lambda key: (key[0], key[1] != "forward"))
 
 
-def _read(folder: Path) -> dict[Place, Row]:
+def _read(folder: Path) -> dict[TensorKey, Row]:
     files = sorted(folder.glob("rank-0/step-*.jsonl")) or sorted(folder.glob("step-*.jsonl"))
     if not files:
         raise OrtAccelError(
             f"{folder} holds no activation statistics (rank-0/step-*.jsonl); "
             "observe.activation_statistics and StatisticsSubscriber write such folders"
         )
-    rows: dict[Place, Row] = {}
+    rows: dict[TensorKey, Row] = {}
     for file in files:
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 row = json.loads(line)
-                place = row["step"], row["direction"], row["module"], row["tensor"], row["call"]
+                key = row["step"], row["direction"], row["module"], row["tensor"], row["call"]
             except (ValueError, KeyError, TypeError) as error:
                 raise OrtAccelError(f"{file}:{number} is no line of activation statistics: {error!r}") from error
-            rows[place] = row
+            rows[key] = row
     return rows
 
 
 def _sizes(rows: Iterable[Row]) -> dict[tuple[int, str], float]:
-    """The largest values of each step and direction."""
+    """Returns the largest root mean square of each step and direction."""
     sizes: dict[tuple[int, str], float] = {}
     for row in rows:
         key = row["step"], row["direction"]
@@ -84,18 +84,18 @@ def _sizes(rows: Iterable[Row]) -> dict[tuple[int, str], float]:
 
 
 def _root_mean_square(row: Row) -> float:
-    return float(row["norm2"]) / math.sqrt(max(_finite(row), 1))
+    return float(row["norm2"]) / math.sqrt(max(_finite_count(row), 1))
 
 
-def _finite(row: Row) -> int:
+def _finite_count(row: Row) -> int:
     return math.prod(row["shape"]) - int(row["nan"]) - int(row["inf"])
 
 
-def _difference(place: Place, row: Row | None, other: Row | None, sizes: dict[tuple[int, str], float]) -> Difference:
+def _difference(key: TensorKey, row: Row | None, other: Row | None, sizes: dict[tuple[int, str], float]) -> Difference:
     present = row or other
     assert present is not None
-    step, direction, module, tensor, call = place
-    amount, what = _compared(row, other, sizes[step, direction] * _NEGLIGIBLE)
+    step, direction, module, tensor, call = key
+    amount, what = _compared(row, other, sizes[step, direction] * _ROUNDING_SHARE)
     both = (None if row is None else _root_mean_square(row), None if other is None else _root_mean_square(other))
     return Difference(step, direction, module, present["kind"], tensor, call, amount, what, both)
 
@@ -113,7 +113,7 @@ def _compared(row: Row | None, other: Row | None, floor: float) -> tuple[float, 
     for name in ("shape", "nan", "inf"):
         if row[name] != other[name]:
             return math.inf, f"{name} {row[name]} and {other[name]}"
-    count = _finite(row)
+    count = _finite_count(row)
     if not count:
         return 0.0, ""
     size = max(_root_mean_square(row), _root_mean_square(other), floor)

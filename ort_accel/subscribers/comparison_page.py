@@ -1,4 +1,4 @@
-"""Two runs lined up module by module, as an HTML page with plots. Needs no torch."""
+"""The HTML page that compares two runs module by module, with plots. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,59 +11,59 @@ from ort_accel.observe.page import Content, Markup, figures, folded, page, table
 from ort_accel.subscribers.comparison import Difference, first_divergence
 
 _DIRECTIONS = ("forward", "backward")
-_LONGEST_LIST = 500
+_MAX_ROWS = 500
 
 
 def verdict(differences: Sequence[Difference], tolerance: float) -> str:
-    """Where two runs part, or that they agree."""
-    parted = first_divergence(differences, tolerance)
-    if parted is None:
+    """Returns a sentence that tells where two runs diverge, or that they agree."""
+    diverged = first_divergence(differences, tolerance)
+    if diverged is None:
         return f"{len(differences)} tensors agree within {tolerance:g}"
-    module = parted.module or "the model itself"
-    return f"first divergence: step {parted.step}, {parted.direction}, {module} ({parted.kind}): {parted.what}"
+    module = diverged.module or "the model itself"
+    return f"first divergence: step {diverged.step}, {diverged.direction}, {module} ({diverged.kind}): {diverged.what}"
 
 
 def comparison_page(names: tuple[str, str], differences: Sequence[Difference], tolerance: float) -> str:
-    """The page. It holds everything it needs, and can be sent or kept as one file."""
-    parted = first_divergence(differences, tolerance)
-    apart = [item for item in differences if item.amount > tolerance]
+    """Returns the page as one self-contained HTML text."""
+    diverged = first_divergence(differences, tolerance)
+    above = [item for item in differences if item.amount > tolerance]
     shown = [
         ("tensors compared", f"{len(differences):,}"),
-        ("of them differ by more", f"{len(apart):,}"),
+        ("of them differ by more", f"{len(above):,}"),
         ("is called rounding, of the size of the values", f"{tolerance:g}"),
         ("steps", f"{len({item.step for item in differences}):,}"),
     ]
-    step = parted.step if parted else min((item.step for item in differences), default=0)
+    step = diverged.step if diverged else min((item.step for item in differences), default=0)
     in_step = [item for item in differences if item.step == step]
     sections: list[tuple[str, Sequence[Content]]] = [
-        (f"Step {step}, in the order of running", _step_plots(in_step, names, parted, tolerance)),
+        (f"Step {step}, in the order of running", _step_plots(in_step, names, diverged, tolerance)),
         ("Step by step", [_steps_plot(differences, tolerance)]),
         ("Module by module", [_modules(differences, tolerance)]),
     ]
-    if apart:
-        sections.append(("What differs", [_listing(apart)]))
+    if above:
+        sections.append(("What differs", [_listing(above)]))
     return page(
         "Two runs, module by module",
         f"{names[0]} and {names[1]}",
-        tag("p", verdict(differences, tolerance), class_="refused" if parted else "applied"),
+        tag("p", verdict(differences, tolerance), class_="refused" if diverged else "applied"),
         figures(shown),
         [tag("section", tag("h2", title), *content) for title, content in sections],
     )
 
 
 def _step_plots(
-    differences: Sequence[Difference], names: tuple[str, str], parted: Difference | None, tolerance: float
+    differences: Sequence[Difference], names: tuple[str, str], diverged: Difference | None, tolerance: float
 ) -> list[Markup]:
     marks = [Mark(f"rounding, {tolerance:g}", tolerance)]
-    if parted is not None:
-        marks.append(Mark(parted.module or "the model itself", differences.index(parted), across=True))
-    places = list(enumerate(differences))
+    if diverged is not None:
+        marks.append(Mark(diverged.module or "the model itself", differences.index(diverged), across=True))
+    numbered = list(enumerate(differences))
     amounts = [
-        Line(direction, _finite((place, item.amount) for place, item in places if item.direction == direction))
+        Line(direction, _finite((number, item.amount) for number, item in numbered if item.direction == direction))
         for direction in _DIRECTIONS
     ]
     sizes = [
-        Line(name, [(place, size) for place, item in places if (size := item.sizes[run]) is not None])
+        Line(name, [(number, size) for number, item in numbered if (size := item.sizes[run]) is not None])
         for run, name in enumerate(names)
     ]
     across = "tensor, in the order of running"
@@ -76,10 +76,10 @@ def _step_plots(
 
 
 def _finite(points: Iterable[tuple[int, float]]) -> list[tuple[float, float]]:
-    """Points of a plot; what is infinite, since it cannot be compared, stands above all others."""
+    """Returns the points of a plot, with infinite values (not comparable) above all others."""
     found = list(points)
     top = 10 * max((value for _, value in found if math.isfinite(value)), default=1.0)
-    return [(place, value if math.isfinite(value) else max(top, 1.0)) for place, value in found]
+    return [(x, value if math.isfinite(value) else max(top, 1.0)) for x, value in found]
 
 
 def _steps_plot(differences: Sequence[Difference], tolerance: float) -> Markup:
@@ -96,7 +96,7 @@ def _steps_plot(differences: Sequence[Difference], tolerance: float) -> Markup:
 
 @dataclass
 class _Module:
-    """What is worst about one module."""
+    """The largest difference of a module in each direction."""
 
     kind: str
     worst: dict[str, Difference]
@@ -114,22 +114,22 @@ def _modules(differences: Sequence[Difference], tolerance: float) -> Markup:
         cells: list[Content] = [name or "(model)", module.kind]
         for direction in _DIRECTIONS:
             worst = module.worst.get(direction)
-            cells += ["", ""] if worst is None else [_amount(worst, tolerance), str(worst.step)]
+            cells += ["", ""] if worst is None else [_amount_cell(worst, tolerance), str(worst.step)]
         largest = max(module.worst.values(), key=lambda item: item.amount)
         rows.append([*cells, largest.what])
     headings = ("module", "kind", "forward", "at step", "backward", "at step", "what differs most")
     return table(headings, rows, numbers=(2, 3, 4, 5))
 
 
-def _amount(item: Difference, tolerance: float) -> Markup:
+def _amount_cell(item: Difference, tolerance: float) -> Markup:
     return tag("span", f"{item.amount:.2g}", class_="apart" if item.amount > tolerance else None)
 
 
-def _listing(apart: Sequence[Difference]) -> Markup:
+def _listing(above: Sequence[Difference]) -> Markup:
     rows = [
         (str(item.step), item.direction, item.module or "(model)", str(item.call), f"{item.amount:.2g}", item.what)
-        for item in apart[:_LONGEST_LIST]
+        for item in above[:_MAX_ROWS]
     ]
     headings = ("step", "direction", "module", "call", "difference", "what differs most")
-    count = f"{len(apart):,}" if len(rows) == len(apart) else f"The first {len(rows):,} of {len(apart):,}"
+    count = f"{len(above):,}" if len(rows) == len(above) else f"The first {len(rows):,} of {len(above):,}"
     return folded(f"{count} tensors that differ, in the order of running", table(headings, rows, numbers=(0, 3, 4)))

@@ -1,7 +1,7 @@
-"""Statistics of every module's activations and gradients, in files that two runs can be compared by.
+"""Statistics of every module's activations and gradients, in files by which two runs can be compared.
 
-A run's folder holds a folder for each process (`rank-0`), with a file for each step (`step-000000.jsonl`): a line for
-each tensor, in the order in which they came by.
+A run's folder has a folder for each process (`rank-0`) with a file for each step (`step-000000.jsonl`). The file has a
+line for each tensor, in the order of the run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,8 +18,8 @@ from ort_accel.subscribers.base import Site, SubscriberBase
 
 
 class StatisticsSubscriber(SubscriberBase):
-    """Writes shape, norms, extremes, mean, deviation and counts of NaN and infinity of what every module gives out, and
-    of the gradients that come back to it.
+    """Writes shape, norms, extremes, mean, deviation and counts of NaN and infinity of all modules' outputs and of
+    their gradients.
 
     Args:
         output_dir: The folder to write to.
@@ -44,7 +43,7 @@ class StatisticsSubscriber(SubscriberBase):
             raise OrtAccelError(f"bucket_size is {bucket_size}; it must be at least 1")
         self.start_step, self.end_step = start_step or 0, end_step
         self.run_on_cpu, self.bucket_size = run_on_cpu, bucket_size
-        self._folder = _own_folder(Path(output_dir), override_output_dir)
+        self._folder = _folder_of_process(Path(output_dir), override_output_dir)
 
     def on_output(self, site: Site, tensor: torch.Tensor) -> None:
         """Record an activation."""
@@ -72,8 +71,8 @@ class StatisticsSubscriber(SubscriberBase):
             file.write(json.dumps(line) + "\n")
 
 
-def statistics_of(tensor: torch.Tensor, bucket_size: int = 1 << 30) -> dict[str, Any]:
-    """The statistics of a tensor's finite values, and how many are not; `pattern` changes when values change places."""
+def statistics_of(tensor: torch.Tensor, bucket_size: int = 1 << 30) -> dict[str, float | None]:
+    """Returns statistics of a tensor's finite values, and the counts of others; `pattern` depends on their order."""
     totals = torch.zeros(4, dtype=torch.float64)
     lowest, highest, nan, inf, finite = float("inf"), float("-inf"), 0, 0, 0
     flat = tensor.reshape(-1)
@@ -81,14 +80,14 @@ def statistics_of(tensor: torch.Tensor, bucket_size: int = 1 << 30) -> dict[str,
         part = flat[start : start + bucket_size].to(torch.float64)
         nan += int(part.isnan().sum())
         inf += int(part.isinf().sum())
-        places = torch.arange(start, start + len(part), device=part.device, dtype=torch.float64)
+        positions = torch.arange(start, start + len(part), device=part.device, dtype=torch.float64)
         usable = part.isfinite()
-        part, places = part[usable], places[usable]
+        part, positions = part[usable], positions[usable]
         if not len(part):
             continue
         finite += len(part)
         lowest, highest = min(lowest, float(part.min())), max(highest, float(part.max()))
-        sums = part.sum(), part.abs().sum(), part.square().sum(), (part * places.cos()).sum()
+        sums = part.sum(), part.abs().sum(), part.square().sum(), (part * positions.cos()).sum()
         totals += torch.stack(sums).cpu()
     mean, absolute, square, pattern = (totals / max(finite, 1)).tolist()
     return {
@@ -104,8 +103,8 @@ def statistics_of(tensor: torch.Tensor, bucket_size: int = 1 << 30) -> dict[str,
     }
 
 
-def _own_folder(output_dir: Path, override: bool) -> Path:
-    """The folder of this process, empty; what cannot be written to is an error now."""
+def _folder_of_process(output_dir: Path, override: bool) -> Path:
+    """Create and empty the folder of this process. Raises if it cannot be written to."""
     folder = output_dir / f"rank-{rank()}"
     try:
         if folder.exists() and any(folder.iterdir()) and not override:

@@ -76,7 +76,7 @@ def test_the_inner_sampler_may_be_moved_to_an_epoch_too():
     assert len(first) == len(epoch_of(second, 2))
 
 
-def test_a_process_without_any_batch_cannot_repeat_one():
+def test_a_process_without_a_batch_is_an_error():
     sampler = LoadBalancingDistributedSampler([1, 2], float, 2, 0)
     only_dear = LoadBalancingDistributedBatchSampler(sampler, lambda indices: [[i] for i in indices if i == 1])
     with pytest.raises(OrtAccelError, match="none to repeat"):

@@ -80,7 +80,7 @@ def test_a_resumed_epoch_gives_exactly_what_was_left(costs, world, rules, epoch,
 
 @settings(deadline=None)
 @given(COSTS, WORLD, st.integers(0, 3))
-def test_the_samples_of_a_turn_are_neighbours_in_cost(costs, world, epoch):
+def test_the_samples_of_a_round_are_neighbours_in_cost(costs, world, epoch):
     shares = [epoch_of(sampler, epoch) for sampler in samplers(costs, world, drop_last=True)]
     turns = sorted(sorted(costs[index] for index in turn) for turn in zip(*shares, strict=True))
     flat = [cost for turn in turns for cost in turn]
@@ -103,7 +103,7 @@ def test_no_process_is_always_the_slowest():
     assert totals.max() / totals.min() < 1.01
 
 
-def test_groups_and_noise_leave_more_to_chance_and_still_balance():
+def test_groups_and_noise_are_more_random_and_still_balance():
     costs = lognormal(4000)
     spreads = [
         balance_of(samplers(costs, 4, **rules)[0], 8)[1].spread
@@ -126,7 +126,7 @@ def test_without_shuffling_work_grows():
     assert [max(turn) for turn in zip(*shares, strict=True)] == sorted(max(turn) for turn in zip(*shares, strict=True))
 
 
-def test_costs_are_asked_for_once():
+def test_each_cost_is_computed_once():
     asked = []
     sampler = LoadBalancingDistributedSampler("abcdef", lambda sample: asked.append(sample) or 1, 2, 0)
     for epoch in range(3):
@@ -150,20 +150,20 @@ def test_iterating_again_without_a_new_epoch_gives_the_same():
         ({"rank": None}, "torch.distributed is not set up"),
     ],
 )
-def test_what_cannot_be_is_said(change, said):
+def test_invalid_sampler_settings_are_errors(change, said):
     arguments = {"dataset": [1, 2], "complexity_fn": float, "world_size": 2, "rank": 0}
     with pytest.raises(OrtAccelError, match=said):
         LoadBalancingDistributedSampler(**{**arguments, **change})
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"drop_last": True}, {"world": 3}, {"costs": [1, 2, 3, 4, 6]}])
-def test_the_state_of_another_deal_is_refused(other):
+def test_the_state_of_another_sampler_is_refused(other):
     state = samplers([1, 2, 3, 4, 5], 2)[0].state_dict()
     arguments = {"costs": [1, 2, 3, 4, 5], "world": 2, **other}
     with pytest.raises(OrtAccelError, match="another deal"):
         samplers(**arguments)[0].load_state_dict(state)
 
 
-def test_what_is_no_state_is_refused():
+def test_a_dict_that_is_no_state_is_refused():
     with pytest.raises(OrtAccelError, match=r"lacks .*world_size"):
         samplers([1, 2], 2)[0].load_state_dict({"epoch": 0, "done": 1})

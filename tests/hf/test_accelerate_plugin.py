@@ -22,7 +22,7 @@ PRODUCTS = {"compute": {"attention": "products"}}
 @pytest.fixture(autouse=True)
 def fresh_accelerate(monkeypatch):
     """accelerate shares its state among all Accelerators of a process, and the launch marks the process."""
-    monkeypatch.setattr(ORTAccelPlugin, "of_the_launch", None)
+    monkeypatch.setattr(ORTAccelPlugin, "launch_config", None)
     monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
@@ -99,7 +99,7 @@ def test_the_model_is_not_wrapped_and_its_checkpoints_are_eagers(tmp_path):
     assert torch.equal(plain[0].weight, model[0].weight)
 
 
-def test_values_come_from_the_call_then_the_file_then_the_environment_then_the_defaults(tmp_path, monkeypatch):
+def test_the_call_overrides_the_file_and_the_file_the_environment(tmp_path, monkeypatch):
     assert ORTAccelPlugin().config == ort_accel.load_config()
     monkeypatch.setenv(CONFIG_VARIABLE, yaml(tmp_path, "engine: {threads: 3, fallback: report}", "environment.yaml"))
     assert ORTAccelPlugin().config.engine.threads == 3
@@ -116,7 +116,7 @@ def test_a_wrong_value_is_an_error_before_there_is_a_model(tmp_path):
         ORTAccelPlugin(engine={"fallbak": "error"})
 
 
-def test_a_plugin_that_comes_too_late_says_so():
+def test_a_plugin_after_the_first_accelerator_is_an_error():
     Accelerator(cpu=True)
     with pytest.raises(OrtAccelError, match="from the first Accelerator of a process only"):
         ORTAccelPlugin()
@@ -136,7 +136,7 @@ def test_under_a_launch_every_accelerator_is_reached(launched, tmp_path):
     launched(yaml(tmp_path, "compute: {attention: products}"))
     model, _ = train(Accelerator(cpu=True))
     assert engine.config_of(model) == ort_accel.load_config(PRODUCTS)
-    assert ORTAccelPlugin.of_the_launch == ort_accel.load_config(PRODUCTS)
+    assert ORTAccelPlugin.launch_config == ort_accel.load_config(PRODUCTS)
 
 
 def test_a_plugin_in_a_launched_script_goes_before_the_launch(launched):
@@ -187,7 +187,7 @@ def test_a_launched_trainer_is_accelerated_once_with_the_configuration_of_the_la
     assert ort_accel.report(model).counters["compilations"] == 2
 
 
-def test_what_a_callback_chose_stands_under_a_launch_and_the_report_says_so(launched, tmp_path):
+def test_a_callbacks_configuration_overrides_that_of_a_launch(launched, tmp_path):
     launched()
     model = trained(Trainer, tmp_path, callbacks=[ORTAccelCallback(PRODUCTS)])
     assert engine.config_of(model) == ort_accel.load_config(PRODUCTS)
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_either_side_resumes_on_the_other(launched, tmp_path, mo
     first = trainer_of(Trainer, tmp_path)
     first.train()
     if writer == "launched":
-        monkeypatch.setattr(ORTAccelPlugin, "of_the_launch", None)
+        monkeypatch.setattr(ORTAccelPlugin, "launch_config", None)
     else:
         launched()
     second = trainer_of(Trainer, tmp_path, steps=4)
@@ -215,7 +215,7 @@ def test_a_checkpoint_of_either_side_resumes_on_the_other(launched, tmp_path, mo
     assert len(losses_of(second)) == 4
 
 
-def test_mps_is_refused_with_a_way_out(monkeypatch):
+def test_mps_is_refused_with_advice(monkeypatch):
     accelerator = Accelerator(cpu=True, dynamo_plugin=ORTAccelPlugin())
     accelerator.state.device = torch.device("mps")
     with pytest.raises(OrtAccelError, match=r"no ONNX Runtime trains there.*ort-accel launch --cpu"):

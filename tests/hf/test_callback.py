@@ -32,7 +32,7 @@ def test_fallbacks_are_those_of_the_report(tmp_path):
     assert logged(trainer)[-1]["ort/fallbacks"] == counted
 
 
-def test_what_a_batch_does_not_tell_is_left_out(tmp_path):
+def test_metrics_that_a_batch_does_not_give_are_left_out(tmp_path):
     unmasked = [{key: row[key] for key in ("input_ids", "labels")} for row in reviews()]
     entry = logged(train("callback", tmp_path, max_steps=1, train_dataset=unmasked))[-1]
     assert "ort/density" not in entry

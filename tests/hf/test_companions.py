@@ -40,7 +40,7 @@ def test_a_companion_gives_what_it_gave_also_with_other_weights(tmp_path):
     )
 
 
-def test_it_writes_no_report_of_its_own_and_looks_at_no_batches(tmp_path):
+def test_a_companion_has_no_report_file_and_no_inspector(tmp_path):
     config = {**QUIET, "observe": {**QUIET["observe"], "report_file": str(tmp_path / "report.html")}}
     main = trainer(tmp_path, ORTAccelCallback({**config, "density": {"inspect": True}}))
     found = config_of(prepared(main, llama()))
@@ -66,19 +66,19 @@ def test_the_trained_model_stays_restored(tmp_path):
 
 
 @pytest.mark.parametrize("callbacks", [[], [{"engine": {"enabled": False}}]], ids=["no callback", "switched off"])
-def test_other_trainers_leave_theirs_alone(callbacks, tmp_path):
+def test_companions_of_trainers_without_the_callback_stay_plain(callbacks, tmp_path):
     main = trainer(tmp_path, *map(ORTAccelCallback, callbacks))
     assert config_of(prepared(main, llama())) is None
 
 
-def test_what_runs_on_another_compiler_stays_there(tmp_path):
+def test_a_companion_on_another_compiler_stays_there(tmp_path):
     main, model, wrapped = trainer(tmp_path, ORTAccelCallback(QUIET)), llama(), torch.compile(llama(), backend="eager")
     model.compile(backend="eager")
     assert config_of(prepared(main, model)) is None
     assert prepared(main, wrapped) is wrapped
 
 
-def test_what_is_prepared_for_training_is_left_to_the_script(tmp_path):
+def test_other_models_that_are_prepared_for_training_stay_plain(tmp_path):
     main, model = trainer(tmp_path, ORTAccelCallback(QUIET)), llama()
     main.accelerator.prepare_model(model)
     assert config_of(model) is None

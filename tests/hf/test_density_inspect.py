@@ -24,7 +24,7 @@ def test_each_line_of_the_log_has_the_share_of_labels_and_of_flops_that_count(tm
         assert 0.3 < entry["ort/flops_needed"] <= 0.5
 
 
-def test_batches_are_counted_once_though_trainer_and_model_both_see_them(tmp_path):
+def test_a_batch_is_counted_once_by_trainer_and_model(tmp_path):
     trainer = train("ORTTrainer", tmp_path, max_steps=2, gradient_accumulation_steps=2, config=config())
     found = ort_accel.report(trainer.model).inspection
     assert found.batches == 4
@@ -43,7 +43,7 @@ def test_labels_that_the_trainer_keeps_from_the_model_are_seen(tmp_path):
     assert kinds == {"EMBED", "LABEL"}
 
 
-def test_without_the_wish_nothing_is_inspected(tmp_path):
+def test_without_density_inspect_no_batch_is_inspected(tmp_path):
     trainer = train("callback", tmp_path, max_steps=1, train_dataset=reviews(), config={"engine": {}})
     assert ort_accel.report(trainer.model).inspection is None
     assert "ort/flops_needed" not in logged(trainer)[0]

@@ -34,7 +34,7 @@ class Looking(TrainerCallback):
 
 
 @pytest.mark.parametrize("accumulated", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_what_a_trainers_code_keeps(tmp_path, accumulated):
+def test_logits_that_a_trainer_keeps_equal_eagers(tmp_path, accumulated):
     results = []
     for callbacks in ([], [ORTAccelCallback(QUIET)]):
         set_seed(3)

@@ -72,7 +72,7 @@ def test_a_killed_run_resumes_with_eagers_losses(run, eager):
     assert found["segments"], "nothing ran on the engine"
 
 
-def test_only_a_launch_of_ours_keeps_checkpoints_whole(run):
+def test_only_ort_accel_launch_makes_checkpoints_atomic(run):
     way, _, found = run
     where = {"ort-accel launch": "_saving/checkpoint-4", "dynamo onnxrt": "checkpoint-4"}
     assert found["left when it died inside a save"] == [where[way]]

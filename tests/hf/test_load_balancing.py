@@ -39,7 +39,7 @@ def seen_by_two(folder, stop, resume="fresh"):
 
 
 @pytest.mark.long
-def test_two_processes_share_each_epoch_evenly_and_resume_in_the_middle_of_the_second(tmp_path):
+def test_two_processes_share_each_epoch_evenly_and_resume_in_the_second(tmp_path):
     whole = seen_by_two(tmp_path, 99)
     assert [len(steps) for steps in whole] == [12, 12]
     for epoch in (slice(0, 6), slice(6, 12)):
@@ -117,13 +117,13 @@ def test_lengths_come_from_their_column_where_there_is_one(two_processes, tmp_pa
         ([{"input_ids": [1]}], {"train_sampling_strategy": "group_by_length"}, "both decide the order"),
     ],
 )
-def test_what_cannot_be_balanced_is_an_error(two_processes, tmp_path, data, more, said):
+def test_a_dataset_that_cannot_be_balanced_is_an_error(two_processes, tmp_path, data, more, said):
     trainer = ORTTrainer(RUN.Model(), arguments(tmp_path, **more), ort_config=off())
     with pytest.raises(OrtAccelError, match=said):
         trainer._get_train_sampler(data)
 
 
-def test_a_loop_of_ones_own_is_told_what_to_do():
+def test_in_a_plain_training_loop_the_report_says_what_to_do():
     model = ort_accel.accelerate(torch.nn.Linear(2, 2), BALANCED)
     feature = ort_accel.report(model).features["distributed.load_balancing.enabled"]
     assert feature.state is State.REFUSED

@@ -71,7 +71,7 @@ def test_rows_without_a_label_are_not_computed(tmp_path):
 
 def test_the_loss_is_among_the_outputs_where_ddp_looks_for_it():
     model = ort_accel.accelerate(bert())
-    loss = OutsideLoss(SmoothedLoss(0.1, -100, shifted=False), (torch.tensor([0, 1]), None))
+    loss = OutsideLoss(SmoothedLoss(0.1, -100, is_shifted=False), (torch.tensor([0, 1]), None))
     with engine.together_with(model, loss):
         outputs = model(input_ids=torch.ones(2, 4, dtype=torch.long))
     assert outputs["loss"] is loss.value
@@ -119,7 +119,7 @@ def test_another_way_of_smoothing_is_left_alone_and_insisting_is_an_error(tmp_pa
             assert found.reason == "OwnSmoother smooths labels in its own way"
 
 
-def test_what_the_hook_rests_on():
+def test_the_trainer_computes_its_loss_as_the_hook_assumes():
     import inspect
 
     text = inspect.getsource(inspect.unwrap(Trainer.compute_loss))

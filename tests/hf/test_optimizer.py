@@ -134,7 +134,7 @@ def test_the_report_tells_of_the_optimizer(tmp_path):
     assert features["optimizer.fp16.replace_checks"].state == "off"
 
 
-def test_a_trainer_that_cannot_build_it_says_so(tmp_path):
+def test_a_trainer_that_cannot_build_fused_adam_is_an_error(tmp_path):
     for config, message in ((NAMED, "optimizer.name is adamw_ort_fused, and"), (FP16, "fp16.enabled is true, and")):
         trainer = Trainer(
             tiny_llama(),
@@ -159,7 +159,7 @@ def test_a_plain_trainer_takes_the_optimizer_that_the_configuration_builds(tmp_p
     assert isinstance(inner(trainer), FusedAdam)
 
 
-def test_wishes_that_contradict_each_other_are_errors(tmp_path):
+def test_contradicting_optimizer_settings_are_errors(tmp_path):
     other = ORTTrainer(
         tiny_llama(),
         arguments(tmp_path),
@@ -202,7 +202,7 @@ def test_updates_within_the_backward_are_the_trainers(tmp_path):
         ({"gradient_accumulation_steps": 2, "max_grad_norm": 0}, "gradients are accumulated over 2 batches"),
     ],
 )
-def test_what_needs_all_gradients_at_once_excludes_updates_within_the_backward(tmp_path, more, why):
+def test_step_in_backward_refuses_arguments_that_need_all_gradients(tmp_path, more, why):
     trainer = ORTTrainer(tiny_llama(), arguments(tmp_path, **more), train_dataset=data(), ort_config=IN_BACKWARD)
     with pytest.raises(OrtAccelError, match=f"optimizer.step_in_backward is true, and {why}"):
         trainer.train()

@@ -136,7 +136,7 @@ def test_a_file_that_is_not_there_is_named(accelerated, tmp_path, take):
     assert not accelerated
 
 
-def test_what_nobody_would_do_is_refused(accelerated, tmp_path):
+def test_features_that_are_not_available_are_refused(accelerated, tmp_path):
     with pytest.raises(ConfigError, match=r"ort_accel generates no Triton kernels"):
         ORTTrainer(tiny_bert(), arguments(tmp_path), ort_config={"compute": {"triton": {"enabled": True}}})
     assert not accelerated
@@ -167,7 +167,7 @@ def test_training_on_the_engine_gives_eagers_losses(tmp_path, source):
 
 
 @pytest.mark.parametrize("source", ["callback", "trainer"])
-def test_a_model_that_is_made_anew_for_training_takes_the_place_of_the_first(tmp_path, source):
+def test_the_model_of_model_init_is_the_one_that_is_accelerated(tmp_path, source):
     args = arguments(tmp_path)
     made = []
     init = {"model_init": lambda: made.append(tiny_bert()) or made[-1], "train_dataset": samples()}
@@ -203,7 +203,7 @@ def test_data_parallel_is_refused_with_its_reason(accelerated, tmp_path):
     ORTTrainer(tiny_bert(), args, ort_config=OFF)
 
 
-def test_a_trainer_on_mps_is_refused_with_the_argument_that_helps(tmp_path, monkeypatch):
+def test_a_trainer_on_mps_is_refused_with_advice(tmp_path, monkeypatch):
     args = arguments(tmp_path)
     monkeypatch.setattr(TrainingArguments, "device", torch.device("mps"))
     model = tiny_bert()

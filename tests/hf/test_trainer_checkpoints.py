@@ -86,7 +86,7 @@ def test_a_killed_run_resumes_from_a_whole_checkpoint_with_eagers_losses(tmp_pat
         pytest.param("eager", "callback", marks=pytest.mark.long),
     ],
 )
-def test_what_one_side_wrote_the_other_resumes(tmp_path, writer, reader):
+def test_each_side_resumes_the_checkpoints_of_the_other(tmp_path, writer, reader):
     whole = train("eager", tmp_path / "whole", save_strategy="steps", save_steps=2)
     train(writer, tmp_path / "half", save_strategy="steps", save_steps=2)
     half = tmp_path / "half" / "checkpoint-2"
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     assert "left over" not in folders(tmp_path / "checkpoint-1")
 
 
-def test_what_is_uploaded_is_the_whole_checkpoint(tmp_path, monkeypatch):
+def test_the_upload_is_the_complete_checkpoint(tmp_path, monkeypatch):
     pushed = []
 
     def push(self, folder):

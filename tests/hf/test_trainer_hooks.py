@@ -24,7 +24,7 @@ def test_the_methods_take_what_they_took():
     assert parameters("training_step") == ["self", "model", "inputs", "num_items_in_batch"]
 
 
-def test_a_trainer_makes_its_accelerator_where_we_look():
+def test_a_trainer_makes_its_accelerator_in_the_hooked_method():
     assert parameters("create_accelerator_and_postprocess") == ["self"]
     assert "self.accelerator = Accelerator(" in source("create_accelerator_and_postprocess")
 
@@ -33,7 +33,7 @@ def test_a_checkpoint_goes_where_get_output_dir_says():
     assert "run_dir = self._get_output_dir(trial=trial)" in source("_save_checkpoint")
 
 
-def test_uploads_and_rotation_go_through_what_we_defer():
+def test_uploads_and_rotation_call_the_deferred_methods():
     text = source("_save_checkpoint")
     assert "self._push_from_checkpoint(output_dir)" in text
     assert "output_dir=run_dir,\n                save_total_limit=" in text

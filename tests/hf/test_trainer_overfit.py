@@ -32,7 +32,7 @@ def test_bert_learns_its_labels(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", [0, 1])
-def test_what_llama_and_t5_learnt_is_generated(learnt, row):
+def test_llama_and_t5_generate_what_they_learned(learnt, row):
     for name, model in learnt.items():
         if name == "llama":
             written = model.generate(TEXT[row : row + 1, :2], max_length=8, do_sample=False)[0]

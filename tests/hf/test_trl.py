@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification, set_s
 
 import ort_accel
 from ort_accel.hf import ORTAccelCallback
-from ort_accel.hf.fused_head import _scores, write_out_heads
+from ort_accel.hf.fused_head import _log_probs, write_out_heads
 from ort_accel.reporting import State
 from tests.hf.tiny import arguments, llama, losses
 from tests.hf.words import tokenizer
@@ -141,7 +141,7 @@ def scored(function, dtype, outputs, softcap=None, scale=1.0, seed=0):
 @pytest.mark.parametrize("more", [{}, {"softcap": 3.0, "scale": 0.5}], ids=["plain", "capped and scaled"])
 @pytest.mark.parametrize("outputs", [OUTPUTS, ()], ids=["all", "least"])
 def test_the_head_as_operators_gives_what_trls_function_gives(more, outputs):
-    functions = kernels.ChunkedLogProbFunction.apply, _scores
+    functions = kernels.ChunkedLogProbFunction.apply, _log_probs
     (theirs, expected), (ours, gradients) = (scored(each, torch.float32, outputs, **more) for each in functions)
     for one, other in zip(theirs, ours, strict=True):
         assert (one is None) == (other is None)
@@ -160,7 +160,7 @@ def test_in_bfloat16_the_head_is_as_near_to_single_precision_as_trls():
             for function, dtype in (
                 (kernels.ChunkedLogProbFunction.apply, torch.float32),
                 (kernels.ChunkedLogProbFunction.apply, torch.bfloat16),
-                (_scores, torch.bfloat16),
+                (_log_probs, torch.bfloat16),
             )
         )
         for row, (results, gradients) in zip(errors, found, strict=True):

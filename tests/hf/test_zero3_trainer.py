@@ -57,7 +57,7 @@ def test_it_runs_layer_by_layer(seen):
         assert any(segment["runner"] == "onnxruntime" for segment in process["report"]["segments"])
 
 
-def test_a_universal_checkpoint_goes_on_in_two_processes_where_one_was_and_the_other_way_round(phases):
+def test_a_universal_checkpoint_resumes_with_another_number_of_processes(phases):
     (first,), two, (again,) = phases["alone first"], phases["together"], phases["alone again"]
     whole = pytest.approx(first["losses"], **ROUNDING)
     assert two[0]["eager"]["losses"] == whole

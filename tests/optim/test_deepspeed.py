@@ -43,7 +43,7 @@ def test_gradients_that_reach_zero_2_early_train_as_its_own(seen):
             assert run["breaks"] == ["a graph break"]
 
 
-def test_a_difference_in_one_process_keeps_the_original_in_all(seen):
+def test_a_difference_in_one_process_keeps_the_original_in_all_processes(seen):
     for process in seen:
         assert process["refusals"]["replaced"] == ["has_overflow_partitioned_grads_serial"]
 

@@ -95,7 +95,7 @@ def test_options_of_pytorch_hold_in_the_mode_that_pytorch_lacks(options, captura
 
 
 @pytest.mark.parametrize(("lr", "weight_decay"), [(0.5, 2.0), (0.5, 3.0), (0.0, 0.1), (1e-3, 0.0)])
-def test_a_decay_of_everything_or_more_or_nothing(lr, weight_decay):
+def test_any_decay_from_zero_to_more_than_one_follows_the_definition(lr, weight_decay):
     hyper = {**HYPER, "lr": lr, "weight_decay": weight_decay}
     params = parameters((20,), dtype=torch.float64)
     start, grads = clones(params), gradients(params, 10)
@@ -172,7 +172,7 @@ def test_a_large_parameter_is_converted_in_parts(monkeypatch):
     params = parameters((9, 7), (30,), (5, 5), dtype=torch.bfloat16)
     whole, grads = clones(params), gradients(params, 5)
     train(FusedAdam(whole, fp32_state=True, **HYPER), whole, grads)
-    monkeypatch.setattr(adam_update, "_COPIED_AT_ONCE", 40)
+    monkeypatch.setattr(adam_update, "_MAX_COPIED_ELEMENTS", 40)
     train(FusedAdam(params, fp32_state=True, **HYPER), params, grads)
     assert all(torch.equal(a, b) for a, b in zip(params, whole, strict=True))
 
@@ -205,7 +205,7 @@ def test_a_closure_is_run_with_gradients_and_its_loss_returned():
     assert not torch.equal(param, before)
 
 
-def test_sparse_gradients_are_refused_in_words():
+def test_sparse_gradients_are_refused_with_advice():
     embedding = nn.Embedding(5, 3, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(OrtAccelError, match=r"sparse gradient for a parameter of shape \(5, 3\).*sparse=False"):

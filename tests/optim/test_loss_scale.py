@@ -72,6 +72,6 @@ def test_the_configuration_is_followed():
         ({"scale": 2.0, "min_scale": 4.0}, "min_scale of a loss scale is 4.0; it must be above 0 and at most"),
     ],
 )
-def test_settings_that_make_no_scale_are_refused(wrong, message):
+def test_invalid_loss_scale_settings_are_refused(wrong, message):
     with pytest.raises(OptimizerError, match=message):
         LossScale(**wrong)

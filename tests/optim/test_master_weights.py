@@ -207,7 +207,7 @@ def test_an_optimizer_that_has_a_state_keeps_it():
     assert all(any(torch.equal(a, b) for b in moments) and a.dtype == torch.float32 for a in kept)
 
 
-def test_what_it_cannot_do_is_refused_in_words():
+def test_impossible_optimizers_are_refused_with_advice():
     embedding = nn.Embedding(5, 3, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(OrtAccelError, match=r"sparse gradient.*sparse=False"):

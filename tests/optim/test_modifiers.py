@@ -154,5 +154,5 @@ def test_frameworks_bring_their_own_scale():
         FP16_Optimizer(MegatronOptimizer([nn.Parameter(torch.zeros(3))]), loss_scale=LossScale())
 
 
-def test_an_ordinary_optimizer_is_nobodys():
+def test_a_pytorch_optimizer_belongs_to_no_framework():
     assert replace_checks(torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)) is None

@@ -46,6 +46,6 @@ def test_the_total_norm_is_that_of_one_long_vector(norm_type):
     torch.testing.assert_close(multi_tensor.total_norm(given, norm_type, torch.float64), wanted)
 
 
-def test_nothing_at_all_is_finite_and_has_no_length():
+def test_no_tensors_are_finite_and_have_norm_zero():
     assert not multi_tensor.has_nonfinite([])
     assert multi_tensor.total_norm([]) == 0

@@ -15,7 +15,7 @@ import ort_accel
 from ort_accel.reporting import Reason, Report
 from ort_accel.runtime import crash_journal
 from ort_accel.runtime.crash_journal import CrashJournal, EndedBefore
-from ort_accel.runtime.crash_page import leave_pages
+from ort_accel.runtime.crash_page import detach_pages
 from ort_accel.runtime.lock_files import FOREIGN_SECONDS, machine
 from ort_accel.runtime.model_cache import ModelKeys
 from ort_accel.runtime.session import Session
@@ -106,7 +106,7 @@ def of_ends(report):
         ("created", 0, 3, {"aten.cos.default"}),
     ],
 )
-def test_what_ended_two_runs_is_left_to_pytorch(tmp_path, dies_in, signal_number, code, left_to_pytorch):
+def test_after_two_crashes_pytorch_runs_the_model(tmp_path, dies_in, signal_number, code, left_to_pytorch):
     assert run(tmp_path, dies_in, signal_number)[0] == code
     assert run(tmp_path, dies_in, signal_number)[0] == code
     exit_code, report = run(tmp_path, dies_in, signal_number)
@@ -121,7 +121,7 @@ def test_what_ended_two_runs_is_left_to_pytorch(tmp_path, dies_in, signal_number
 
 
 @pytest.mark.parametrize("dies_in", ["run", "later run"])
-def test_one_that_was_killed_is_tried_once_more_and_forgotten_if_that_goes_well(tmp_path, dies_in):
+def test_after_one_crash_a_model_is_tried_again_and_forgiven_on_success(tmp_path, dies_in):
     assert run(tmp_path, dies_in, signal.SIGKILL)[0] == -signal.SIGKILL
     exit_code, report = run(tmp_path)
     assert (exit_code, report["fallbacks"]) == (0, [])
@@ -130,7 +130,7 @@ def test_one_that_was_killed_is_tried_once_more_and_forgotten_if_that_goes_well(
     assert marks(tmp_path) == []
 
 
-def test_what_others_end_is_no_sign_nor_is_an_end_between_two_runs(tmp_path):
+def test_a_termination_signal_or_an_end_between_runs_is_no_crash(tmp_path):
     assert run(tmp_path, "later run", signal.SIGTERM)[0] == -signal.SIGTERM
     assert run(tmp_path, "between", signal.SIGKILL)[0] == -signal.SIGKILL
     assert len(marks(tmp_path)) == 1, "the page of the second"
@@ -138,18 +138,18 @@ def test_what_others_end_is_no_sign_nor_is_an_end_between_two_runs(tmp_path):
     assert marks(tmp_path) == []
 
 
-def test_nothing_stays_of_a_run_that_went_well_or_raised(tmp_path):
+def test_no_marker_stays_after_a_run_that_succeeded_or_raised(tmp_path):
     attempt = CrashJournal(tmp_path, KEYS, Report()).attempt(b"model", "part")
-    with attempt.watched():
+    with attempt.first_use():
         assert len(marks(tmp_path)) == 1
-    with pytest.raises(RuntimeError), attempt.watched():
+    with pytest.raises(RuntimeError), attempt.first_use():
         raise RuntimeError
     assert marks(tmp_path) == []
 
 
-def test_what_another_process_is_doing_just_now_is_no_sign(tmp_path):
+def test_the_marker_of_a_living_process_is_no_crash(tmp_path):
     report = Report()
-    with CrashJournal(tmp_path, KEYS, report).attempt(b"model", "part").watched():
+    with CrashJournal(tmp_path, KEYS, report).attempt(b"model", "part").first_use():
         CrashJournal(tmp_path, KEYS, report).attempt(b"model", "part")
     assert report.notes == []
 
@@ -163,7 +163,7 @@ def test_processes_that_died_together_count_once(tmp_path):
     assert marks(tmp_path) == []
 
 
-def test_other_models_are_not_suspected(tmp_path):
+def test_a_crash_in_one_model_does_not_affect_others(tmp_path):
     leave(tmp_path, 2, machine(), 11)
     report = Report()
     CrashJournal(tmp_path, KEYS, report).attempt(b"another model", "part")
@@ -171,7 +171,7 @@ def test_other_models_are_not_suspected(tmp_path):
     assert report.notes == []
 
 
-def test_another_machine_may_still_be_at_it_for_an_hour(tmp_path):
+def test_a_file_of_another_machine_counts_after_an_hour(tmp_path):
     path = leave(tmp_path, 2, "elsewhere", 11)
     report = Report()
     CrashJournal(tmp_path, KEYS, report).attempt(b"model", "part")
@@ -207,14 +207,14 @@ def disk(tmp_path):
         return folder
 
     yield mount
-    leave_pages()
+    detach_pages()
     if folder.is_mount():
         subprocess.run(["umount", str(folder)], check=True)
     assert not folder.is_mount()
 
 
 @pytest.mark.parametrize("options", ["size=4k", "nr_inodes=2"], ids=["no room for a model", "no room for a file"])
-def test_a_full_disk_is_said_and_trained_with(disk, options):
+def test_a_full_disk_is_reported_and_training_goes_on(disk, options):
     folder = disk(options)
     for _ in range(2):
         report, expected, got = train_once(folder)
@@ -226,7 +226,7 @@ def test_a_full_disk_is_said_and_trained_with(disk, options):
 def test_a_disk_that_can_only_be_read_serves_what_it_has(disk):
     folder = disk("size=4m")
     made = train_once(folder)[0].counters["cache misses"]
-    leave_pages()
+    detach_pages()
     disk("remount,ro")
     report, expected, got = train_once(folder)
     torch.testing.assert_close(got, expected)
@@ -234,7 +234,7 @@ def test_a_disk_that_can_only_be_read_serves_what_it_has(disk):
     assert any("Read-only file system; should ONNX Runtime end a process" in note for note in report.notes)
 
 
-def test_a_crash_is_remembered_where_it_cannot_be_written_any_more(disk):
+def test_a_crash_counts_even_if_its_marker_cannot_be_written(disk):
     folder = disk("size=4m")
     leave(folder, 2, machine(), 11)
     later = KEYS.of(b"another model")

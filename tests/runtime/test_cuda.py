@@ -40,7 +40,7 @@ def test_a_session_computes_on_pytorchs_stream(cuda_device, handle, said):
     assert cuda_device.sessions[-1]["providers"][0][0] == cuda.PROVIDER
 
 
-def test_with_pytorchs_memory_it_is_given_no_stream_since_onnxruntime_takes_one_of_them_only(cuda_device):
+def test_with_pytorchs_allocator_the_provider_gets_no_stream(cuda_device):
     session(SHARED)
     given = options_of(cuda_device)
     assert not {name for name in given if "stream" in name and name != "do_copy_in_default_stream"}
@@ -58,11 +58,11 @@ def test_a_failing_provider_is_an_error_and_not_a_session_on_the_cpu(cuda_device
     assert cuda_device.sessions[-1]["enable_fallback"] is False
 
 
-def test_a_trial_leaves_nothing_to_the_cpu(cuda_device):
+def test_a_trial_model_may_have_no_node_on_the_cpu(cuda_device):
     session(ONE)
     assert cuda_device.sessions[-1]["providers"][1:] == ["CPUExecutionProvider"]
     assert not cuda_device.sessions[-1]["whole"]
-    session(ONE, whole=True)
+    session(ONE, refuse_cpu_nodes=True)
     assert cuda_device.sessions[-1]["providers"][1:] == []
     assert cuda_device.sessions[-1]["whole"]
 
@@ -72,7 +72,7 @@ def test_on_one_stream_a_run_waits_for_nothing(cuda_device):
     (given,) = run([to_ort(torch.arange(3.0))])
     assert given.tolist() == [0, -1, -2]
     assert cuda_device.current.waited_for == []
-    assert run._options.get_run_config_entry(cuda.NOT_SYNCHRONIZED) == "1"
+    assert run._options.get_run_config_entry(cuda.DISABLE_SYNCHRONIZATION) == "1"
 
 
 def test_a_session_that_is_dropped_waits_for_its_work_to_end(cuda_device):
@@ -83,7 +83,7 @@ def test_a_session_that_is_dropped_waits_for_its_work_to_end(cuda_device):
     assert cuda_device.waits == waits + 1
 
 
-def test_on_another_stream_either_waits_for_the_other(cuda_device):
+def test_on_another_stream_each_side_waits_for_the_other(cuda_device):
     run, other = session(ONE), Stream(8192)
     cuda_device.current = other
     run([to_ort(torch.ones(3))])
@@ -91,7 +91,7 @@ def test_on_another_stream_either_waits_for_the_other(cuda_device):
     assert other.waited_for == [cuda_device.default]
 
 
-def test_so_it_does_when_a_run_fails(cuda_device):
+def test_a_failed_run_also_waits_for_the_other_stream(cuda_device):
     run, other = session(ONE), Stream(8192)
     cuda_device.current = other
     with pytest.raises(Exception, match="feed"):
@@ -102,7 +102,7 @@ def test_so_it_does_when_a_run_fails(cuda_device):
 def test_a_run_on_the_cpu_is_waited_for():
     run = Session(model(), ["x"], ["y"], SessionSettings(threads=1))
     with pytest.raises(RuntimeError):
-        run._options.get_run_config_entry(cuda.NOT_SYNCHRONIZED)
+        run._options.get_run_config_entry(cuda.DISABLE_SYNCHRONIZATION)
 
 
 def test_memory_comes_from_pytorch_and_goes_back(monkeypatch):
@@ -119,7 +119,7 @@ def test_memory_comes_from_pytorch_and_goes_back(monkeypatch):
     assert cuda.torch_allocator(3) == addresses
 
 
-def test_no_memory_left_is_an_address_of_nothing(monkeypatch):
+def test_the_allocator_returns_null_without_memory(monkeypatch):
     def full(size, device):
         raise torch.cuda.OutOfMemoryError("full")
 
@@ -128,7 +128,7 @@ def test_no_memory_left_is_an_address_of_nothing(monkeypatch):
     assert alloc(100) is None
 
 
-def test_results_are_to_lie_on_the_device():
+def test_results_are_allocated_on_the_device():
     found = REAL_ORT_DEVICE(Place("cuda", 2))
     assert (found.device_id(), found.device_type()) == (2, found.cuda())
 

@@ -57,7 +57,7 @@ def memory(device):
     return HostMemory(torch.device("cuda", 0))
 
 
-def test_a_value_goes_and_comes_on_a_stream_of_its_own_into_pinned_memory(device, memory):
+def test_values_are_copied_on_a_stream_of_their_own_to_pinned_memory(device, memory):
     value = torch.arange(3.0)
     kept = memory.send(value)
     memory.settle(kept)
@@ -69,15 +69,15 @@ def test_a_value_goes_and_comes_on_a_stream_of_its_own_into_pinned_memory(device
     assert device.asked == [text.format(copy) for copy in range(2) for text in begun]
 
 
-def test_a_part_of_a_value_is_laid_out_as_in_host_memory_first_since_other_copies_would_make_the_host_wait(memory):
+def test_a_strided_value_is_cloned_before_its_copy(memory):
     part = torch.arange(12.0).view(3, 4)[:, :2]
     kept = memory.send(part)
-    [copy] = memory._under_way.values()
+    [copy] = memory._pending.values()
     assert copy.source.stride() == kept.stride() == (2, 1)
     assert torch.equal(kept, part)
 
 
-def test_a_copy_that_ended_is_not_waited_for(device, memory):
+def test_an_ended_copy_is_not_waited_for(device, memory):
     kept = memory.send(torch.ones(3))
     device.copies[0].ended = True
     memory.send(torch.ones(3))
@@ -88,13 +88,13 @@ def test_a_copy_that_ended_is_not_waited_for(device, memory):
 def test_a_copy_whose_step_failed_holds_its_memory_until_it_has_ended(device, memory):
     memory.fetch(torch.ones(3))  # nobody settles it, nor holds what it copies into
     memory.send(torch.ones(3))
-    assert len(memory._under_way) == 2
+    assert len(memory._pending) == 2
     device.copies[0].ended = device.copies[1].ended = True
     memory.send(torch.ones(3))
-    assert len(memory._under_way) == 1
+    assert len(memory._pending) == 1
 
 
-def test_pinned_memory_that_is_free_is_given_back(memory, monkeypatch):
+def test_unused_pinned_memory_is_released(memory, monkeypatch):
     given = []
     monkeypatch.setattr(
         torch.accelerator, "empty_host_cache", lambda: given.append("by its public name"), raising=False

@@ -52,10 +52,10 @@ def test_the_installed_runtime_names_itself():
 
 def test_no_newer_opset_than_the_newest_is_run():
     found = installed_ort.installed_runtime()
-    assert installed_ort._session(installed_ort._everyday_model(found.newest_opset, found.newest_ir_version))
+    assert installed_ort._session(installed_ort._common_model(found.newest_opset, found.newest_ir_version))
     for opset, ir_version in [(found.newest_opset + 1, 8), (17, found.newest_ir_version + 1)]:
         with pytest.raises(Exception, match=r"opset|IR version"):
-            installed_ort._session(installed_ort._everyday_model(opset, ir_version))
+            installed_ort._session(installed_ort._common_model(opset, ir_version))
 
 
 def test_training_kernels_run_on_training_builds_only():
@@ -64,7 +64,7 @@ def test_training_kernels_run_on_training_builds_only():
     assert set(present) == set(TRAINING)
 
 
-def test_fused_kernels_run_everywhere():
+def test_fused_kernels_run_on_every_runtime():
     assert {name: installed_ort.kernel_refusal(name) for name in FUSED} == dict.fromkeys(FUSED)
 
 

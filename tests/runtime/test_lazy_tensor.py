@@ -53,7 +53,7 @@ def unread(computed: Computed) -> UnreadTensor:
         lambda x: x.half().float().requires_grad,
     ],
 )
-def test_a_question_about_its_form_computes_nothing(
+def test_metadata_of_a_lazy_tensor_computes_nothing(
     unread: UnreadTensor, computed: Computed, question: Callable[[Tensor], bool]
 ) -> None:
     assert question(unread)
@@ -79,7 +79,7 @@ def test_a_question_about_its_form_computes_nothing(
         lambda x: x.float(),
     ],
 )
-def test_any_other_use_gives_what_the_true_tensor_gives(
+def test_any_other_operation_gives_the_result_of_the_computed_tensor(
     unread: UnreadTensor, computed: Computed, use: Callable[[Tensor], object]
 ) -> None:
     got, wanted = read_all(use(unread)), use(computed())
@@ -87,13 +87,13 @@ def test_any_other_use_gives_what_the_true_tensor_gives(
     assert computed.times == 2, "once for each side"
 
 
-def test_it_is_computed_once(unread: UnreadTensor, computed: Computed) -> None:
+def test_a_lazy_tensor_is_computed_once(unread: UnreadTensor, computed: Computed) -> None:
     assert torch.equal(unread + unread, computed.leaf * 4)
     assert unread.sum() == 30
     assert computed.times == 1
 
 
-def test_a_clone_is_made_at_once(unread: UnreadTensor, computed: Computed) -> None:
+def test_a_clone_of_a_lazy_tensor_is_made_at_once(unread: UnreadTensor, computed: Computed) -> None:
     """Whoever clones it wants it as it is now."""
     copy_of_it = unread.clone()
     assert type(copy_of_it) is Tensor
@@ -101,7 +101,7 @@ def test_a_clone_is_made_at_once(unread: UnreadTensor, computed: Computed) -> No
     assert torch.equal(copy_of_it, computed.leaf * 2)
 
 
-def test_a_cast_is_not_what_is_written_into_its_source_later(unread: UnreadTensor, computed: Computed) -> None:
+def test_a_cast_keeps_its_values_when_its_source_is_written_later(unread: UnreadTensor, computed: Computed) -> None:
     cast, look = unread.double(), unread.detach()
     unread.detach().zero_()
     assert torch.equal(cast, (computed.leaf * 2).double())
@@ -109,21 +109,21 @@ def test_a_cast_is_not_what_is_written_into_its_source_later(unread: UnreadTenso
 
 
 @pytest.mark.parametrize("cast", [Tensor.float, Tensor.double, Tensor.clone])
-def test_gradients_flow_to_what_it_was_computed_from(
+def test_gradients_flow_to_the_inputs_of_a_lazy_tensor(
     unread: UnreadTensor, computed: Computed, cast: Callable[[Tensor], Tensor]
 ) -> None:
     cast(unread).sum().backward()
     assert torch.equal(computed.leaf.grad, torch.full((2, 3), 2.0))
 
 
-def test_changing_it_in_place_changes_what_is_read_later(unread: UnreadTensor) -> None:
+def test_an_in_place_change_is_read_later(unread: UnreadTensor) -> None:
     values = unread.detach()
     values[0] = -1
     values.mul_(2)
     assert values.tolist() == [[-2, -2, -2], [12, 16, 20]]
 
 
-def test_it_is_saved_and_copied_as_the_true_tensor(unread: UnreadTensor, computed: Computed) -> None:
+def test_a_lazy_tensor_is_saved_and_copied_as_the_computed_tensor(unread: UnreadTensor, computed: Computed) -> None:
     file = io.BytesIO()
     torch.save({"logits": unread.detach()}, file)
     file.seek(0)
@@ -133,7 +133,7 @@ def test_it_is_saved_and_copied_as_the_true_tensor(unread: UnreadTensor, compute
     assert torch.equal(copy.deepcopy(unread.detach()), computed.leaf * 2)
 
 
-def test_compiled_code_of_others_takes_it(unread: UnreadTensor, computed: Computed) -> None:
+def test_torch_compile_accepts_a_lazy_tensor(unread: UnreadTensor, computed: Computed) -> None:
     @torch.compile(backend="aot_eager")
     def double(x: Tensor) -> Tensor:
         return x.sin() * 2
@@ -141,7 +141,7 @@ def test_compiled_code_of_others_takes_it(unread: UnreadTensor, computed: Comput
     assert torch.equal(double(unread), (computed.leaf * 2).sin() * 2)
 
 
-def test_what_it_was_computed_from_is_let_go(unread: UnreadTensor) -> None:
+def test_a_computed_tensor_releases_its_inputs(unread: UnreadTensor) -> None:
     unread.read()
     assert unread._compute is None
 

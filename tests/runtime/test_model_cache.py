@@ -93,7 +93,7 @@ def test_a_full_disk_costs_only_a_note(tmp_path, monkeypatch):
     assert grad is not None
 
 
-def test_a_folder_that_nothing_can_be_kept_in_is_not_on_and_is_said_once(tmp_path, monkeypatch, caplog):
+def test_an_unwritable_cache_folder_is_reported_as_refused_with_one_warning(tmp_path, monkeypatch, caplog):
     def full(path, content):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -161,7 +161,7 @@ def test_an_unwritable_folder_for_models_is_an_error_before_training(tmp_path):
         train_once(save_onnx=str(blocked))
 
 
-def test_what_a_killed_process_was_writing_is_deleted_once_it_is_old(tmp_path):
+def test_old_half_written_files_are_deleted(tmp_path):
     old, fresh = tmp_path / ".a.model.0123", tmp_path / ".b.model.4567"
     for path in (old, fresh):
         path.write_bytes(b"half of a mod")

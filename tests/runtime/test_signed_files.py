@@ -7,7 +7,7 @@ import pytest
 
 from ort_accel.reporting import Report
 from ort_accel.runtime import signed_files
-from ort_accel.runtime.signed_files import NotTrusted, SignedFiles, user_key
+from ort_accel.runtime.signed_files import SignedFiles, UntrustedKeyError, user_key
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def files(tmp_path):
     return SignedFiles(tmp_path / "cache", "graph", Report(), tmp_path / "home" / "key")
 
 
-def test_what_was_written_is_read(files):
+def test_a_written_file_is_read(files):
     files.put("one", b"content")
     assert files.get("one") == b"content"
     assert files.get("other") is None
@@ -43,7 +43,7 @@ def test_a_key_behind_a_link_or_in_an_open_folder_is_refused(tmp_path):
     with pytest.raises(OSError, match="symbolic"):
         user_key(link)
     real.parent.chmod(0o777)
-    with pytest.raises(NotTrusted, match="other users"):
+    with pytest.raises(UntrustedKeyError, match="other users"):
         user_key(real)
 
 
@@ -51,7 +51,7 @@ def test_a_short_key_is_refused(tmp_path):
     path = tmp_path / "home" / "key"
     user_key(path)
     path.write_bytes(b"short")
-    with pytest.raises(NotTrusted, match="32 bytes"):
+    with pytest.raises(UntrustedKeyError, match="32 bytes"):
         user_key(path)
 
 
@@ -65,7 +65,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(files, tmp_path):
 
 def test_a_file_that_is_too_large_is_not_read(files, monkeypatch):
     files.put("one", b"content")
-    monkeypatch.setattr(signed_files, "MOST_BYTES", 10)
+    monkeypatch.setattr(signed_files, "MAX_FILE_BYTES", 10)
     assert files.get("one") is None
 
 

@@ -91,7 +91,7 @@ def test_steps_and_calls_are_counted(model):
     assert sorted(places) == [(step, call) for step in range(3) for call in range(2)]
 
 
-def test_what_is_seen_is_right(model):
+def test_subscribers_get_the_right_values(model):
     seen = {(side, site.module, site.tensor, site.call): tensor for side, site, tensor in trained(model, Notes(), 1)}
     linear = model.inner.linear
     given = seen["in", "inner.linear", 0, 0]
@@ -135,7 +135,7 @@ def test_a_subscriber_may_change_what_goes_in_and_comes_out(model, accelerated):
         torch.testing.assert_close(model(values), wanted)
 
 
-def test_what_is_computed_again_is_not_shown_again():
+def test_recomputations_are_not_shown():
     class Saving(nn.Module):
         def __init__(self):
             super().__init__()

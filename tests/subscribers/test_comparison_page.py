@@ -50,7 +50,7 @@ def test_the_first_divergence_is_named_and_marked_in_the_plot_of_its_step():
     assert len({y for _, y in backward}) == 1
 
 
-def test_runs_that_agree_are_said_to_agree():
+def test_the_page_says_that_equal_runs_agree():
     page = page_of()
     assert "16 tensors agree within 0.001" in page.text
     assert "0 of them differ by more" in page.text
@@ -65,7 +65,7 @@ def test_both_runs_are_drawn_by_the_size_of_their_values():
     assert ours[0][1] > theirs[0][1]
 
 
-def test_what_cannot_be_compared_stands_above_all_others():
+def test_tensors_that_cannot_be_compared_stand_above_all_others():
     page = page_of((0, "forward", "layers.0"), amount=math.inf)
     forward, _ = page.plots["The largest difference of each tensor"].points
     assert min(range(4), key=lambda place: forward[place][1]) == 1

@@ -95,7 +95,7 @@ def test_the_figures_are_right_in_any_bucket(bucket):
     assert {name: found[name] for name in wanted} == pytest.approx({k: float(v) for k, v in wanted.items()})
 
 
-def test_what_is_not_finite_is_counted_and_left_out():
+def test_nonfinite_values_are_counted_and_left_out():
     found = statistics_of(torch.tensor([1.0, math.nan, math.inf, -math.inf, 3.0]))
     assert (found["nan"], found["inf"], found["mean"], found["max"]) == (1, 2, 2.0, 3.0)
     assert statistics_of(torch.tensor([math.nan]))["min"] is None
@@ -127,7 +127,7 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "said"), [(None, "holds no activation statistics"), ("{}", "jsonl:1 is no line")])
-def test_what_is_no_folder_of_statistics_is_exit_code_2(tmp_path, content, said):
+def test_a_folder_without_statistics_is_exit_code_2(tmp_path, content, said):
     if content:
         (tmp_path / "step-000000.jsonl").write_text(content)
     result = CliRunner().invoke(app, ["compare-stats", str(tmp_path), str(tmp_path)])

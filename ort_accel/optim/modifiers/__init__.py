@@ -1,13 +1,12 @@
-"""The slow checks in optimizers that DeepSpeed, Apex and Megatron make, replaced where equal results are shown.
+"""Replacement of slow overflow checks and norms in the optimizers of DeepSpeed, Apex and Megatron.
 
-An optimizer is known by what it can do, not by a version. Each method is tried against the original on made-up
-gradients before it is replaced; where an answer differs the original stays, and the reason is told.
+An optimizer is recognized by its methods, not by a version. Each replacement is compared with the original on synthetic
+gradients first. If a result differs, the original stays, and the reason is returned.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from ort_accel.optim.modifiers import apex, deepspeed, megatron
 from ort_accel.optim.modifiers.replacement import Finding
@@ -17,17 +16,17 @@ _FINDERS = (deepspeed.find, apex.find, megatron.find)
 
 @dataclass(frozen=True)
 class Replaced:
-    """Which methods were replaced in a framework's optimizer, and which were not and why."""
+    """The methods that were replaced in a framework's optimizer, and the reasons why others were not."""
 
     maker: str
     methods: tuple[str, ...] = ()
     refusals: tuple[str, ...] = field(default=())
 
 
-def replace_checks(optimizer: Any) -> Replaced | None:
-    """Replace the slow checks of a framework's optimizer, in place. None if no framework that is known made it.
+def replace_checks(optimizer: object) -> Replaced | None:
+    """Replace the slow checks of a framework's optimizer, in place. Returns None if no known framework made it.
 
-    An optimizer inside Accelerate's wrapper is found. With several processes, all of them must call this.
+    An optimizer inside Accelerate's wrapper is found, too. With several processes, all of them must call this.
     """
     found = _find(optimizer)
     if found is None:
@@ -46,13 +45,13 @@ def replace_checks(optimizer: Any) -> Replaced | None:
     return Replaced(found.maker, tuple(methods), tuple(refusals))
 
 
-def maker_of(optimizer: Any) -> str | None:
-    """The framework that made an optimizer, or one inside it; None if none that is known did."""
+def maker_of(optimizer: object) -> str | None:
+    """Returns the framework that made an optimizer or one inside it; None if it is unknown."""
     found = _find(optimizer)
     return None if found is None else found.maker
 
 
-def _find(optimizer: Any) -> Finding | None:
+def _find(optimizer: object) -> Finding | None:
     while optimizer is not None:
         for find in _FINDERS:
             if (found := find(optimizer)) is not None:

@@ -1,21 +1,27 @@
 """DeepSpeed ZeRO stages 1 and 2: one check for overflow and one norm for all gradients of a process.
 
-The only file that touches DeepSpeed's optimizer. Checked on deepspeed 0.19.8: `has_overflow_partitioned_grads_serial`,
-`get_grad_norm_direct`, `averaged_gradients`, `params_in_partition`, `bit16_groups`, `dp_process_group`,
-`_model_parallel_all_reduce`, and `get_norm_dtype`, `is_model_parallel_parameter`, `mask_nan_or_inf_with_val_inplace`.
+This is the only file of the room that touches DeepSpeed's optimizer. Checked on deepspeed 0.19.8: the attributes in
+`_NEEDED`, and `get_norm_dtype`, `is_model_parallel_parameter`, `mask_nan_or_inf_with_val_inplace`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ort_accel.optim import multi_tensor
-from ort_accel.optim.modifiers.replacement import Answer, Finding, Method, Replacement, made_up, spoiled
+from ort_accel.optim.modifiers.replacement import (
+    Answer,
+    Finding,
+    ForeignObject,
+    Method,
+    Replacement,
+    synthetic_gradients,
+    with_nonfinite,
+)
 
 _NEEDED = (
     "has_overflow_partitioned_grads_serial",
@@ -28,8 +34,8 @@ _NEEDED = (
 )
 
 
-def find(optimizer: Any) -> Finding | None:
-    """What can be replaced in an optimizer; None if DeepSpeed did not make it."""
+def find(optimizer: ForeignObject) -> Finding | None:
+    """Returns the replacements for an optimizer; None if DeepSpeed did not make it."""
     if not type(optimizer).__module__.startswith("deepspeed.runtime"):
         return None
     name = type(optimizer).__name__
@@ -44,16 +50,19 @@ def find(optimizer: Any) -> Finding | None:
         optimizer,
         "has_overflow_partitioned_grads_serial",
         overflow_check(optimizer),
-        lambda method: _on_made_up_gradients(optimizer, method),
+        lambda method: _overflow_of_synthetic(optimizer, method),
     )
     common_norm = Replacement(
-        optimizer, "get_grad_norm_direct", norm(optimizer), lambda method: _norms_of_made_up(optimizer, method)
+        optimizer,
+        "get_grad_norm_direct",
+        norm(optimizer),
+        lambda method: _norms_of_synthetic(optimizer, method),
     )
     return Finding("DeepSpeed", (check, common_norm), agree=lambda fine: _on_all_processes(optimizer, fine))
 
 
-def overflow_check(optimizer: Any) -> Method:
-    """In place of `has_overflow_partitioned_grads_serial`."""
+def overflow_check(optimizer: ForeignObject) -> Method:
+    """Returns the replacement of `has_overflow_partitioned_grads_serial`."""
 
     def has_overflow_partitioned_grads_serial() -> Tensor:
         groups = (optimizer.averaged_gradients[index] for index in range(len(optimizer.bit16_groups)))
@@ -63,19 +72,19 @@ def overflow_check(optimizer: Any) -> Method:
     return has_overflow_partitioned_grads_serial
 
 
-def norm(optimizer: Any) -> Method:
-    """In place of `get_grad_norm_direct`."""
+def norm(optimizer: ForeignObject) -> Method:
+    """Returns the replacement of `get_grad_norm_direct`."""
     original: Callable[..., Tensor] = optimizer.get_grad_norm_direct
 
-    def get_grad_norm_direct(gradients: Iterable[Tensor], params: Iterable[Any], norm_type: float = 2) -> Tensor:
+    def get_grad_norm_direct(gradients: Iterable[Tensor], params: Iterable[Tensor], norm_type: float = 2) -> Tensor:
         if float(norm_type) == math.inf:
             return original(gradients, params, norm_type)
         import deepspeed.comm as dist
         from deepspeed.runtime.utils import is_model_parallel_parameter, mask_nan_or_inf_with_val_inplace
         from deepspeed.runtime.zero.utils import get_norm_dtype
 
-        def counts(param: Any) -> bool:
-            """Whether this process counts a parameter that others may hold as well."""
+        def counts(param: Tensor) -> bool:
+            """True if this process counts a parameter that other processes may hold as well."""
             if getattr(param, "ds_pipe_replicated", False):
                 return False
             return optimizer.model_parallel_rank == 0 or bool(is_model_parallel_parameter(param))
@@ -99,24 +108,24 @@ def _stored(grads: list[Tensor]) -> list[Tensor]:
     return [grad._values() if grad.is_sparse else grad for grad in grads]
 
 
-def _on_made_up_gradients(optimizer: Any, method: Method) -> list[Answer]:
-    kept = optimizer.averaged_gradients
+def _overflow_of_synthetic(optimizer: ForeignObject, method: Method) -> list[Answer]:
+    original = optimizer.averaged_gradients
     answers: list[Answer] = []
     try:
-        for case in spoiled(made_up(7, optimizer.dtype, optimizer.device, seed=0)):
+        for case in with_nonfinite(synthetic_gradients(7, optimizer.dtype, optimizer.device, seed=0)):
             optimizer.averaged_gradients = {index: [*case, None] for index in range(len(optimizer.bit16_groups))}
             answers.append(method())
     finally:
-        optimizer.averaged_gradients = kept
+        optimizer.averaged_gradients = original
     return answers
 
 
-def _norms_of_made_up(optimizer: Any, method: Method) -> list[Answer]:
-    """Each process has as many trials as the others, whatever its share of the parameters: the norm is a common one."""
+def _norms_of_synthetic(optimizer: ForeignObject, method: Method) -> list[Answer]:
+    """Returns the norms of synthetic gradients. All processes make equally many calls, since each call communicates."""
     answers: list[Answer] = []
     for index in range(len(optimizer.bit16_groups)):
         params = optimizer.params_in_partition[index]
-        grads = made_up(len(params), optimizer.dtype, optimizer.device, seed=index)
+        grads = synthetic_gradients(len(params), optimizer.dtype, optimizer.device, seed=index)
         for bad in (None, math.inf, math.nan):
             case = [grad.clone() for grad in grads]
             if bad is not None and case:
@@ -125,7 +134,7 @@ def _norms_of_made_up(optimizer: Any, method: Method) -> list[Answer]:
     return answers
 
 
-def _on_all_processes(optimizer: Any, fine: bool) -> bool:
+def _on_all_processes(optimizer: ForeignObject, fine: bool) -> bool:
     import deepspeed.comm as dist
 
     flag = torch.tensor([float(fine)], device=optimizer.device)

@@ -1,4 +1,4 @@
-"""A slow method of somebody else's optimizer, ours in its place, and the trial that shows that both answer the same."""
+"""The replacement of a framework's slow method, and the trial that compares both methods."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from torch import Tensor
 
 Answer = bool | float | Tensor | None
 Method = Callable[..., Any]
+ForeignObject = Any
+"""An object of a framework that has no types."""
 
 RELATIVE_ERROR = 1e-6
-"""How far norms may be apart: sums of squares in another order, rounded to fp32."""
+"""The largest difference of norms, which sum squares in another order and are rounded to fp32."""
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """One method, and how it is tried."""
+    """A replacement of one method, and its trial."""
 
-    owner: Any
-    """The object whose method it is."""
+    owner: ForeignObject
+    """The object that has the method."""
     name: str
     ours: Method
     trial: Callable[[Method], list[Answer]]
-    """Calls a method on made-up gradients, leaves the owner as it was, and returns what the method answered."""
+    """Calls a method on synthetic gradients, restores the owner, and returns the method's answers."""
 
     def is_in_place(self) -> bool:
-        """Whether it was installed before."""
+        """True if the replacement is installed."""
         return getattr(getattr(self.owner, self.name), "_from_ort_accel", False)
 
     def difference(self) -> str:
-        """Why ours cannot stand for the original; empty if both answer the same. Both are always called equally often.
+        """Returns how the answers of the replacement differ from the original's; empty if they are equal.
 
-        A trial may talk to other processes, so it is one on all of them.
+        Both methods are always called equally often, since a call may communicate with other processes.
         """
         answers, failures = [], []
         for method in (getattr(self.owner, self.name), self.ours):
@@ -51,10 +53,10 @@ class Replacement:
         return ""
 
     def install(self) -> None:
-        """Put ours in place, on this object only."""
+        """Install the replacement on this object only."""
 
-        def replaced(*args: Any, **named: Any) -> Any:
-            return self.ours(*args, **named)
+        def replaced(*args: object, **kwargs: object) -> object:
+            return self.ours(*args, **kwargs)
 
         replaced._from_ort_accel = True  # type: ignore[attr-defined]
         setattr(self.owner, self.name, replaced)
@@ -62,28 +64,28 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a framework's optimizer offers to be replaced, or why there is nothing to replace."""
+    """The replacements for a framework's optimizer, or the reason why there are none."""
 
     maker: str
     replacements: tuple[Replacement, ...] = ()
     refusal: str = ""
     agree: Callable[[bool], bool] = bool
-    """Makes all processes that train together replace a method, or none of them."""
+    """Lets all processes that train together replace a method, or none of them."""
 
 
-def made_up(count: int, like: torch.dtype, device: torch.device, seed: int) -> list[Tensor]:
-    """Small gradients of assorted sizes, equal in every process."""
+def synthetic_gradients(count: int, like: torch.dtype, device: torch.device, seed: int) -> list[Tensor]:
+    """Returns small gradients of several sizes, equal in every process."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(1 + index % 5, generator=generator).to(device, like) for index in range(count)]
 
 
-def spoiled(grads: list[Tensor]) -> list[list[Tensor]]:
-    """Gradients as they are, and with an infinite or missing number in the first, the middle, or the last of them."""
+def with_nonfinite(grads: list[Tensor]) -> list[list[Tensor]]:
+    """Returns the gradients, zeros, and copies with an infinity or NaN in the first, middle or last gradient."""
     cases = [grads, [torch.zeros_like(grad) for grad in grads]]
-    for where in sorted({0, len(grads) // 2, len(grads) - 1}) if grads else ():
+    for index in sorted({0, len(grads) // 2, len(grads) - 1}) if grads else ():
         for bad in (math.inf, -math.inf, math.nan):
             case = [grad.clone() for grad in grads]
-            case[where][-1] = bad
+            case[index][-1] = bad
             cases.append(case)
     return cases
 

@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import T5Config, T5ForConditionalGeneration
 
 import ort_accel
-from ort_accel.hf.deepspeed_hooks import move_hooks_out_of
+from ort_accel.hf.deepspeed_hooks import move_hooks_to_engine
 from ort_accel.run import end
 from ort_accel.subscribers import SubscriberManager, ZeROOffloadSubscriber
-from tests.subscribers import zero_worker
-from tests.subscribers.zero_worker import QUIET, WORDS, bert, furthest, llama
+from tests.zero3 import zero_worker
+from tests.zero3.zero_worker import QUIET, WORDS, bert, furthest, llama
 
 STEPS = 50
 """Of two batches each."""
@@ -46,7 +46,7 @@ def with_deepspeed(build, rank, mine, stage, **zero):
         SubscriberManager().subscribe(model, [ZeROOffloadSubscriber(engine, QUIET)])
     elif mine:
         ort_accel.accelerate(model, QUIET)
-        move_hooks_out_of(model, (engine,))
+        move_hooks_to_engine(model, (engine,))
     losses = zero_worker.train(engine, rank, STEPS)
     weights = zero_worker.weights(model) if stage == 3 else model.state_dict()
     return model, losses, weights

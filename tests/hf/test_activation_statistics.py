@@ -56,7 +56,7 @@ def test_a_folder_that_cannot_be_used_stops_training_before_its_first_step(tmp_p
     assert trainer.state.global_step == 0
 
 
-def test_a_loop_of_ones_own_is_told_what_to_do(tmp_path):
+def test_in_a_plain_training_loop_the_report_says_what_to_do(tmp_path):
     model = ort_accel.accelerate(Model(), config(tmp_path))
     feature = ort_accel.report(model).features["observe.activation_statistics"]
     assert feature.state is State.REFUSED

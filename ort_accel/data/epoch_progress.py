@@ -1,4 +1,4 @@
-"""Where a sampler is in its epoch, and going on from there. Both samplers count their own items."""
+"""The position of a sampler in its epoch, from which it can resume. Each sampler counts its own items."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ort_accel.errors import OrtAccelError
 Item = TypeVar("Item")
 
 
-class Progress:
-    """The epoch, and how many items of it were handed out."""
+class EpochProgress:
+    """The epoch, and the number of its items that were handed out."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -19,12 +19,12 @@ class Progress:
         self._resumed = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch. One that is being resumed goes on where it was."""
+        """Go to an epoch. The epoch that is being resumed continues at its position."""
         if epoch != self.epoch:
             self.epoch, self.done, self._resumed = epoch, 0, False
 
-    def over(self, items: Sequence[Item]) -> Iterator[Item]:
-        """The items that are left after a resumption, otherwise all of them; counts them as they are handed out."""
+    def remaining(self, items: Sequence[Item]) -> Iterator[Item]:
+        """Yields the items that remain after a resumption, otherwise all items, and counts them."""
         if not self._resumed:
             self.done = 0
         self._resumed = False
@@ -32,12 +32,12 @@ class Progress:
             self.done += 1
             yield item
 
-    def state_dict(self, identity: Mapping[str, Any]) -> dict[str, Any]:
-        """What `load_state_dict` takes; `identity` is what must be the same then."""
+    def state_dict(self, identity: Mapping[str, object]) -> dict[str, object]:
+        """Returns a state for `load_state_dict`, which will require the same `identity`."""
         return {"epoch": self.epoch, "done": self.done, **identity}
 
-    def load_state_dict(self, state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-        """Go on from a state, if it is of the same samples dealt by the same rules."""
+    def load_state_dict(self, state: Mapping[str, Any], identity: Mapping[str, object]) -> None:
+        """Continue from a state. Raises if it belongs to other samples or rules."""
         missing = {"epoch", "done", *identity} - set(state)
         if missing:
             raise OrtAccelError(f"this is no state of a load-balancing sampler: it lacks {', '.join(sorted(missing))}")

@@ -1,8 +1,9 @@
-"""One of two processes that train under ZeRO with and without the engine. Started by test_zero_offload.py."""
+"""One of two processes that train under ZeRO with and without the engine. Started by test_layer_gathering.py."""
 
 import json
 import sys
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -18,9 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 import ort_accel
-from ort_accel.hf.deepspeed_hooks import move_hooks_out_of
+from ort_accel.compiler.layer_by_layer import layers_of
+from ort_accel.hf.deepspeed_hooks import move_hooks_to_engine
 from ort_accel.run import end
-from ort_accel.subscribers import SubscriberManager, ZeROOffloadSubscriber, zero_offload
+from ort_accel.subscribers import SubscriberManager, ZeROOffloadSubscriber
+from ort_accel.zero3 import activate, deepspeed_interfaces, live_parameters
+from ort_accel.zero3.gradient_averaging import average_parts
 
 WORDS = 64
 QUIET = {"engine": {"compare_with_eager": False}, "observe": {"log_level": "error"}}
@@ -140,7 +144,7 @@ class Watch:
         self.refs = {key: (ref, size) for key, (ref, size) in self.refs.items() if not ref.expired()}
         alive = sum(size for _, size in self.refs.values())
         gradients = sum(p.grad.numel() for p in self.model.parameters() if p.grad is not None)
-        self.seen.append((zero_offload.live_parameters(self.model), alive, gradients))
+        self.seen.append((live_parameters(self.model), alive, gradients))
 
 
 def numel(module):
@@ -155,7 +159,7 @@ def stage_3(name, rank, **zero):
     engine = engine_for(MODELS[name], 3, **zero)
     model = engine.module
     with SubscriberManager().subscribe(model, [ZeROOffloadSubscriber(engine, QUIET)]):
-        layers = zero_offload.layers_of(model)
+        layers = layers_of(model)
         watch = Watch(model, layers)
         losses = train(engine, rank, lengths=lengths)
         report = ort_accel.report(model).to_dict()
@@ -169,7 +173,7 @@ def stage_3(name, rank, **zero):
         "live": live,
         "alive": alive,
         "gradients": gradients,
-        "left behind": [name for name in vars(engine.optimizer) if zero_offload._SHARE in name],
+        "left behind": [name for name in vars(engine.optimizer) if deepspeed_interfaces.AVERAGE_METHOD in name],
         "looks": len(watch.seen),
         "layer": max(map(numel, layers)),
         "tables": sum({id(table.weight): numel(table) for table in tables}.values()),
@@ -187,7 +191,7 @@ def whole_model(rank, stage):
             model = engine.module
             if side == "mine":
                 ort_accel.accelerate(model, QUIET)
-                move_hooks_out_of(model, (engine,))
+                move_hooks_to_engine(model, (engine,))
             found[side] = train(engine, rank)
         else:
             model = one_layer()
@@ -228,7 +232,7 @@ def evaluation(rank, folder):
         engine.eval()
         with torch.no_grad():
             losses += [engine(**batch)["loss"].item() for batch in batches(rank, 2)]
-        live = zero_offload.live_parameters(engine.module)
+        live = live_parameters(engine.module)
         engine.train()
         losses += train(engine, rank, 2)
         engine.save_16bit_model(folder, f"{side}.bin")
@@ -250,12 +254,12 @@ def refusals(rank):
     """Models that stay plain, each with its reason."""
     found = {}
     for name, config, changed in (
-        ("version", QUIET, {"CHECKED": SpecifierSet(">=1")}),
-        ("switch", QUIET | {"distributed": {"zero3": False}}, {"CHECKED": zero_offload.CHECKED}),
-        ("lacking", QUIET, {"_OF_OFFLOAD": ("a_method_of_later",)}),
+        ("version", QUIET, mock.patch.object(activate, "SUPPORTED_VERSIONS", SpecifierSet(">=1"))),
+        ("switch", QUIET | {"distributed": {"zero3": False}}, nullcontext()),
+        ("lacking", QUIET, mock.patch.object(deepspeed_interfaces, "_OFFLOAD_NAMES", ("a_method_of_later",))),
     ):
         engine = engine_for(Skipping, 3)
-        with mock.patch.multiple(zero_offload, **changed):
+        with changed:
             SubscriberManager().subscribe(engine.module, [ZeROOffloadSubscriber(engine, config)])
         (feature,) = ort_accel.report(engine.module).to_dict()["features"]
         found[name] = {"losses": train(engine, rank, 2), **feature}
@@ -274,7 +278,7 @@ def parts(rank):
         numbers = torch.Generator().manual_seed(rank)
         gradients = [torch.randn(shape, generator=numbers).to(dtype) for shape in shapes]
         usual = stage3.reduce_scatter_coalesced([gradient.clone() for gradient in gradients])
-        ours = zero_offload._averaged_parts(None, gradients)
+        ours = average_parts(None, gradients)
         found[name] = {
             "sizes": [part.numel() for part in usual] == [part.numel() for part in ours],
             "types": {str(part.dtype) for part in ours} == {str(dtype)},

@@ -17,7 +17,7 @@ WAYS = ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, offloaded", "FSDP2"]
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("model", ["bert", "llama", "t5"])
 def test_fifty_steps_equal_those_without_the_engine(tmp_path, model, ranks):
-    run_ranks("tests.subscribers.fifty_steps", tmp_path, model, ranks=ranks, timeout=1200.0)
+    run_ranks("tests.zero3.fifty_steps", tmp_path, model, ranks=ranks, timeout=1200.0)
     for rank in range(ranks):
         seen = json.loads((tmp_path / f"{rank}.json").read_text())
         assert list(seen) == WAYS
