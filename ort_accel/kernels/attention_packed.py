@@ -20,7 +20,7 @@ __all__ = ["CAUSAL", "FULL", "MASKED", "attention", "attention_backward", "pairs
 aten = torch.ops.aten
 
 PAIRS_PER_THREAD = 2**18
-"""Weights that a product makes at once for each thread: 1 MiB of them, which fits the cache of a core."""
+"""Weights that a product makes at once for each thread; they fit the cache of a core."""
 
 
 class _Attention(NamedTuple):

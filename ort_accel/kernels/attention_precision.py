@@ -1,4 +1,4 @@
-"""Where PyTorch's fused attention for the CPU is faster in single precision than in 16 bits.
+"""The type in which PyTorch's fused attention for the CPU is faster, single precision or 16 bits.
 
 Both directions of the kernel add up in single precision anyway, so the results only become more precise.
 """

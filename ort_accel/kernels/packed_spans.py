@@ -112,7 +112,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Pairs:
-    """Which queries attend to which keys: the operator's spans, rows and masks."""
+    """The pairs of queries and keys that attend: the operator's spans, rows and masks."""
 
     spans: Tensor
     query_rows: Tensor

@@ -1,10 +1,9 @@
-"""Where kernels of some ONNX Runtime releases give other numbers than PyTorch: asked of the runtime, not assumed."""
+"""Checks for kernels of some ONNX Runtime releases that compute other numbers than PyTorch. Each check runs one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -17,18 +16,17 @@ from ort_accel.runtime.session import Session, SessionSettings
 
 @cache
 def keeps(op_type: str, number: float, dtype: torch.dtype) -> bool:
-    """Whether a function of single elements gives back this number, as it should: the root of infinity is infinity."""
-    with _disable_current_modes():  # lowering happens while all around it is traced
+    """True if an elementwise kernel returns this number unchanged, as it should: the root of infinity is infinity."""
+    with _disable_current_modes():  # a lowering runs while the caller traces
         numbers = torch.full((64,), number, dtype=dtype)  # many, so that vector instructions are used
         return torch.allclose(_run(lambda graph, x: graph.op(op_type, x), numbers), numbers, equal_nan=True)
 
 
 @cache
 def layer_norm_is_exact() -> bool:
-    """Whether the kernel for layer normalization withstands a mean that is large beside the deviation.
+    """True if the kernel of layer norm is exact where the mean is large beside the deviation.
 
-    onnxruntime-training 1.19.2 subtracts the squared mean from the mean square: a mean of 100 deviations costs four
-    digits, one of 1,000 gives NaN.
+    onnxruntime-training 1.19.2 subtracts the squared mean from the mean square, which cancels.
     """
     with _disable_current_modes():
         numbers, scale = 1000 + torch.linspace(-1, 1, 64).reshape(1, 64), torch.ones(64)
@@ -37,10 +35,10 @@ def layer_norm_is_exact() -> bool:
         return torch.allclose(given, expected, atol=1e-3)
 
 
-def _run(write: Callable[[OnnxGraph, Operand], Any], numbers: torch.Tensor) -> torch.Tensor:
+def _run(write: Callable[[OnnxGraph, Operand], ir.Value], numbers: torch.Tensor) -> torch.Tensor:
     graph = OnnxGraph(opset=17)
     result = write(graph, graph.input("x", numbers))
     result.name = "y"
-    model = ir.to_proto(graph.model([result], "quirk")).SerializeToString()
+    model = ir.to_proto(graph.model([result], "kernel_bug")).SerializeToString()
     (given,) = Session(model, ["x"], ["y"], SessionSettings(threads=1))([to_ort(numbers)])
     return given

@@ -1,8 +1,7 @@
-"""The order in which ONNX Runtime runs a model, which is not that of the model's operators.
+"""The order of a model's operators, so that ONNX Runtime runs them in the order of the graph.
 
-It goes back from the results: the last of them comes first, and of what an operator reads, what stands last in the
-model is computed first. So a sum to which one product after the other is added would have all its products computed
-before the first is added, and all of them in memory.
+ONNX Runtime visits a model from its last result backwards, and of an operator's inputs the last one first. In the order
+of the graph, it would compute all products of a sum of products before it adds the first two.
 """
 
 from __future__ import annotations
@@ -13,26 +12,26 @@ import onnx_ir as ir
 
 
 def listed(nodes: Sequence[ir.Node]) -> list[ir.Node]:
-    """The operators of a model so listed that ONNX Runtime runs them, as far as may be, in the order given."""
-    place = {node: index for index, node in enumerate(nodes)}
-    found: dict[ir.Node, None] = {}
-    met: set[ir.Node] = set()
+    """Return operators in an order in which ONNX Runtime runs them, as far as possible, in the given one."""
+    position = {node: index for index, node in enumerate(nodes)}
+    ordered: dict[ir.Node, None] = {}
+    visited: set[ir.Node] = set()
     for root in reversed(nodes):
         pending = [(root, False)]
         while pending:
-            node, is_behind = pending.pop()
-            if is_behind:
-                found[node] = None
-            elif node not in met:
-                met.add(node)
-                makers = {maker for value in _read(node) if (maker := value.producer()) in place}
+            node, inputs_done = pending.pop()
+            if inputs_done:
+                ordered[node] = None
+            elif node not in visited:
+                visited.add(node)
+                makers = {maker for value in _read(node) if (maker := value.producer()) in position}
                 pending.append((node, True))
-                pending += [(maker, False) for maker in sorted(makers, key=place.__getitem__)]
-    return list(found)
+                pending += [(maker, False) for maker in sorted(makers, key=position.__getitem__)]
+    return list(ordered)
 
 
 def _read(node: ir.Node) -> Iterator[ir.Value]:
-    """What an operator reads, also within graphs of its own."""
+    """Yield the inputs of an operator and of its subgraphs."""
     yield from (value for value in node.inputs if value is not None)
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -29,7 +29,7 @@ DTYPES = {
 }
 
 HALVES = (torch.float16, torch.bfloat16)
-"""Types in which PyTorch computes in single precision, to round once."""
+"""Types that PyTorch computes with in single precision, to round once."""
 
 MICROSOFT = "com.microsoft"
 
@@ -39,12 +39,12 @@ class NotLowerable(Exception):
 
 
 class Slower(NotLowerable):
-    """ONNX Runtime could run this node, but PyTorch's kernel was measured to be faster; the text gives the figures."""
+    """ONNX Runtime could run this node, but PyTorch's kernel is faster; the text gives measured times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor in the ONNX graph, together with what is known of it."""
+    """A tensor in the ONNX graph, and the fake tensor with its type and sizes."""
 
     value: ir.Value
     fake: torch.Tensor
@@ -62,11 +62,20 @@ class Operand:
         return self.fake.ndim
 
 
-Input = Operand | ir.Value | None
+class HasValue(Protocol):
+    """An `Operand` or a `Term`."""
+
+    @property
+    def value(self) -> Value: ...
+
+
+Value = ir.Value
+Input = ir.Value | HasValue | None
+Number = int | float | bool | torch.SymInt
 
 
 def onnx_dtype(dtype: torch.dtype) -> ir.DataType:
-    """The ONNX type of a torch type."""
+    """Return the ONNX type of a torch type."""
     if dtype not in DTYPES:
         raise NotLowerable(f"ONNX Runtime has no {dtype}")
     return DTYPES[dtype]
@@ -79,13 +88,13 @@ def describe(value: ir.Value, fake: torch.Tensor) -> None:
 
 
 def axis(dim: int, ndim: int) -> int:
-    """A dimension counted from the front."""
+    """Return a dimension counted from the front."""
     return dim % ndim if ndim else 0
 
 
 @dataclass(frozen=True)
 class SizeInput:
-    """An int64 input of the model that carries sizes: a shape, or (as `scalar`) a single number."""
+    """An int64 input of the model: the sizes of a shape, or (as `scalar`) a single number."""
 
     value: ir.Value
     sizes: tuple[int | sympy.Expr, ...]
@@ -95,8 +104,8 @@ class SizeInput:
 class OnnxGraph:
     """One ONNX model under construction.
 
-    Lowerings call `op` for operators, and `constant`, `scalar` and `sizes` for what is not a tensor of the graph.
-    `result` is the fake tensor (or tuple of them) that the node being lowered must produce.
+    Lowerings call `op` for operators, and `constant`, `scalar` and `sizes` for constants. `result` is the fake tensor,
+    or the tuple of them, that the node being lowered returns.
     """
 
     def __init__(self, opset: int) -> None:
@@ -113,35 +122,40 @@ class OnnxGraph:
         return f"{hint}_{self._counter}"
 
     def input(self, name: str, fake: torch.Tensor) -> Operand:
-        """A tensor that comes from outside."""
+        """Add an input of the model."""
         value = ir.Value(name=name)
         describe(value, fake)
         self.inputs.append(value)
         return Operand(value, fake)
 
-    def op(
-        self, op_type: str, *inputs: Input, outputs: int = 1, domain: str = "", **attributes: Any
-    ) -> Any:  # one ir.Value, or a tuple of `outputs` values
-        """Add one operator; attributes that are None are left out."""
-        values = [item.value if isinstance(item, Operand) else item for item in inputs]
+    def op(self, op_type: str, *inputs: Input, domain: str = "", **attributes: Any) -> Value:
+        """Add one operator, and return its result. Attributes that are None are left out."""
+        (result,) = self.op_with_outputs(op_type, 1, *inputs, domain=domain, **attributes)
+        return result
+
+    def op_with_outputs(
+        self, op_type: str, outputs: int, *inputs: Input, domain: str = "", **attributes: Any
+    ) -> tuple[Value, ...]:
+        """Add one operator, and return so many results."""
+        values = [item if item is None or isinstance(item, ir.Value) else item.value for item in inputs]
         while values and values[-1] is None:  # named as absent, a last input crashed onnxruntime-training 1.19.2
             values.pop()
         results = [ir.Value(name=self._name(op_type)) for _ in range(outputs)]
         given = {name: value for name, value in attributes.items() if value is not None}
         node = ir.node(op_type, values, given, domain=domain, outputs=results, name=self._name(op_type))
         self.nodes.append(node)
-        return results[0] if outputs == 1 else tuple(results)
+        return tuple(results)
 
     def extend(self, nodes: Iterable[ir.Node]) -> None:
-        """Add operators that were made elsewhere; they and their outputs get names of this graph."""
+        """Add operators of another graph; they and their outputs get names of this graph."""
         for node in nodes:
             node.name = self._name(node.op_type)
             for output in node.outputs:
                 output.name = self._name(node.op_type)
             self.nodes.append(node)
 
-    def constant(self, array: np.ndarray[Any, Any]) -> ir.Value:
-        """A constant tensor; equal ones are shared."""
+    def constant(self, array: np.ndarray[Any, Any]) -> Value:
+        """Return a constant; equal ones are shared."""
         key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self._constants:
             name = self._name("constant")
@@ -151,15 +165,15 @@ class OnnxGraph:
             self._constants[key] = value
         return self._constants[key]
 
-    def tensor(self, tensor: torch.Tensor) -> ir.Value:
-        """A torch tensor as a constant."""
-        with _disable_current_modes():  # its numbers are wanted, though all around it is traced
+    def tensor(self, tensor: torch.Tensor) -> Value:
+        """Return a torch tensor as a constant."""
+        with _disable_current_modes():  # a lowering runs while the caller traces
             if tensor.dtype == torch.bfloat16:  # which numpy does not have
                 return self.cast_from(self.tensor(tensor.float()), torch.float32, tensor.dtype)
             return self.constant(tensor.detach().cpu().contiguous().numpy())
 
-    def scalar(self, number: Any, dtype: torch.dtype) -> ir.Value:
-        """A 0-dimensional tensor: a constant, or an input where the number is a size that may change."""
+    def scalar(self, number: object, dtype: torch.dtype) -> Value:
+        """Return a 0-dimensional constant, or an input of the model where the number is a size that may change."""
         if isinstance(number, torch.SymInt):
             return self.cast_from(self._size_input((number,), scalar=True), torch.int64, dtype)
         if not isinstance(number, int | float | bool):
@@ -172,17 +186,17 @@ class OnnxGraph:
         with np.errstate(over="ignore"):
             return self.constant(np.array(number, dtype=kind))
 
-    def ints(self, numbers: Sequence[int]) -> ir.Value:
-        """A constant list of integers."""
+    def ints(self, numbers: Sequence[int]) -> Value:
+        """Return a constant list of integers."""
         return self.constant(np.array(numbers, dtype=np.int64))
 
-    def sizes(self, sizes: Sequence[Size]) -> ir.Value:
-        """A list of sizes: a constant where all are fixed, otherwise an input of the model."""
+    def sizes(self, sizes: Sequence[Size]) -> Value:
+        """Return a list of sizes: a constant where all are fixed, otherwise an input of the model."""
         if all(isinstance(expression(size), int) for size in sizes):
             return self.ints([int(size) for size in sizes])
         return self._size_input(tuple(sizes), scalar=False)
 
-    def _size_input(self, sizes: tuple[Size, ...], *, scalar: bool) -> ir.Value:
+    def _size_input(self, sizes: tuple[Size, ...], *, scalar: bool) -> Value:
         key = (scalar, *(expression(size) for size in sizes))
         if key not in self.size_inputs:
             shape = ir.Shape([] if scalar else [len(sizes)])
@@ -190,30 +204,27 @@ class OnnxGraph:
             self.size_inputs[key] = SizeInput(value, key[1:], scalar)
         return self.size_inputs[key].value
 
-    def cast_from(self, value: ir.Value, source: torch.dtype, target: torch.dtype) -> ir.Value:
+    def cast_from(self, value: Value, source: torch.dtype, target: torch.dtype) -> Value:
         """Cast a value whose type is known."""
         if source == target:
             return value
-        cast: ir.Value = self.op("Cast", value, to=int(onnx_dtype(target)))
-        return cast
+        return self.op("Cast", value, to=int(onnx_dtype(target)))
 
-    def cast(self, operand: Operand, dtype: torch.dtype) -> ir.Value:
-        """Cast a tensor; nothing is added where it has the type already."""
+    def cast(self, operand: Operand, dtype: torch.dtype) -> Value:
+        """Cast a tensor; one that has the type already stays."""
         return self.cast_from(operand.value, operand.dtype, dtype)
 
-    def reshape(self, value: Input, sizes: Sequence[Size]) -> ir.Value:
-        """View with new sizes. With one open size the shape is a constant, which lets ONNX Runtime optimize."""
+    def reshape(self, value: Input, sizes: Sequence[Size]) -> Value:
+        """Add a `Reshape`. With one open size the shape is a constant, so that ONNX Runtime can optimize."""
         fixed = [expression(size) for size in sizes]
         open_sizes = [size for size in fixed if not isinstance(size, int)]
         if len(open_sizes) == 1 and all(size for size in fixed if isinstance(size, int)):
             shape = self.ints([size if isinstance(size, int) else -1 for size in fixed])
-            reshaped: ir.Value = self.op("Reshape", value, shape)
-        else:
-            reshaped = self.op("Reshape", value, self.sizes(sizes), allowzero=1)
-        return reshaped
+            return self.op("Reshape", value, shape)
+        return self.op("Reshape", value, self.sizes(sizes), allowzero=1)
 
     def model(self, outputs: Sequence[ir.Value], name: str) -> ir.Model:
-        """The finished model; every output gets a value of its own."""
+        """Return the finished model."""
         domains = {"": self.opset} | {node.domain: 1 for node in self.nodes if node.domain}
         graph = ir.Graph(
             [*self.inputs, *(size.value for size in self.size_inputs.values())],

@@ -1,4 +1,4 @@
-"""Which ATen operators can be written in ONNX, and how. Each family in `ops/` adds its own."""
+"""The lowerings of ATen operators to ONNX. Each family in `ops/` registers its own."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
+
+from torch._ops import OpOverload
 
 from ort_accel.lowering.onnx_graph import OnnxGraph
+from ort_accel.lowering.term import Term
 from ort_accel.lowering.torchlib_fallback import tail
 
 Lowering = Callable[..., Any]
-"""Called with the graph and the node's arguments, tensors as `Operand`; returns one `ir.Value`, or a tuple of values
-(None for an output that nobody may read). Raises `NotLowerable` to refuse."""
+"""Takes the graph and the node's arguments, tensors as `Operand`; returns one value or term, or a tuple of them, with
+None for an output that nobody may read. Raises `NotLowerable` to refuse."""
 
-_LOWERINGS: dict[Any, Lowering] = {}
+F = TypeVar("F", bound=Lowering)
+
+_LOWERINGS: dict[OpOverload[..., Any], Lowering] = {}
 
 
-def lowers(*targets: Any) -> Callable[[Lowering], Lowering]:
+def lowers(*targets: OpOverload[..., Any]) -> Callable[[F], F]:
     """Register a function as the lowering of ATen operators."""
 
-    def register(function: Lowering) -> Lowering:
+    def register(function: F) -> F:
         for target in targets:
             assert target not in _LOWERINGS, f"{target} is lowered twice"
             _LOWERINGS[target] = function
@@ -31,8 +36,8 @@ def lowers(*targets: Any) -> Callable[[Lowering], Lowering]:
 
 
 @cache
-def lowerings() -> dict[Any, Lowering]:
-    """All lowerings, by operator overload."""
+def lowerings() -> dict[OpOverload[..., Any], Lowering]:
+    """Return all lowerings, by operator overload."""
     from ort_accel.lowering import ops
 
     for module in pkgutil.iter_modules(ops.__path__):
@@ -41,7 +46,8 @@ def lowerings() -> dict[Any, Lowering]:
 
 
 def lower(graph: OnnxGraph, target: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any, ...]:
-    """Write one operator; always a tuple of outputs."""
+    """Write one operator, and return its outputs."""
     graph.result = result
     outputs = lowerings()[target](graph, *args, **kwargs)
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+    given = outputs if isinstance(outputs, tuple) else (outputs,)
+    return tuple(item.value if isinstance(item, Term) else item for item in given)

@@ -1,11 +1,11 @@
-"""Operators that have no lowering of ours, written by torch's exporter library (onnxscript's torchlib).
+"""Lowerings by torch's exporter library (onnxscript's torchlib), for operators that have no lowering of ours.
 
-Only those in `torchlib_fallback.json` are, and only in the types listed there: `python -m benchmarks.torchlib_tail` ran
-torch's own samples of them, with NaN and infinities mixed in, and found every result equal to eager's.
+`torchlib_fallback.json` lists the operators and types. `python -m benchmarks.torchlib_tail` makes the list: it runs
+torch's own samples, with NaN and infinities mixed in, and keeps those whose results equal eager's.
 
-All private parts that this needs are used in this file only, and imported when the first such operator is met, which
-takes 0.6 s: `OpRecorder` and `SymbolicTensor` of `torch.onnx._internal.exporter`, checked on torch 2.13.0; the registry
-of `onnxscript.function_libs.torch_lib` and `onnxscript.evaluator.default_as`, checked on onnxscript 0.7.2.
+Private interfaces, imported when the first such operator is met: `OpRecorder` and `SymbolicTensor` of
+`torch.onnx._internal.exporter`, checked on torch 2.13.0; the registry of `onnxscript.function_libs.torch_lib` and
+`onnxscript.evaluator.default_as`, checked on onnxscript 0.7.2.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, Operand, describe
@@ -28,20 +29,20 @@ OLDEST_OPSET = 18
 """The operator set that torchlib is written in."""
 
 
-def tail() -> dict[Any, Callable[..., Any]]:
-    """A lowering for each operator of the list."""
+def tail() -> dict[OpOverload[..., Any], Callable[..., Any]]:
+    """Return a lowering for each operator of the list."""
     allowed: dict[str, list[str]] = json.loads(LIST.read_text())["operators"]
     return {overload(name): lowering(name, set(types)) for name, types in allowed.items()}
 
 
-def overload(name: str) -> Any:
-    """`aten.atan2.default` as torch's operator."""
+def overload(name: str) -> OpOverload[..., Any]:
+    """Return torch's operator of a name such as `aten.atan2.default`."""
     namespace, packet, variant = name.split(".", 2)
-    return getattr(getattr(getattr(torch.ops, namespace), packet), variant)
+    return getattr(getattr(getattr(torch.ops, namespace), packet), variant)  # type: ignore[no-any-return]
 
 
 def lowering(name: str, types: set[str]) -> Callable[..., Any]:
-    """A lowering that lets torchlib write one operator, for inputs of these types."""
+    """Return a lowering that lets torchlib write one operator, for inputs of these types."""
 
     def write(graph: OnnxGraph, *args: Any, **kwargs: Any) -> Any:
         found = types_of(item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Operand))
@@ -54,14 +55,14 @@ def lowering(name: str, types: set[str]) -> Callable[..., Any]:
     return write
 
 
-def types_of(tensors: Iterable[Any]) -> str:
-    """The types of an operator's inputs, such as `float32 int64`."""
+def types_of(tensors: Iterable[Operand | torch.Tensor]) -> str:
+    """Return the types of an operator's inputs, such as `float32 int64`."""
     return " ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
 
 
 @cache
 def torchlib() -> dict[str, Any]:
-    """torchlib's functions for real numbers, by the name of the operator."""
+    """Return torchlib's functions for real numbers, by the name of the operator."""
     from onnxscript.function_libs.torch_lib import ops  # noqa: F401  fills the registry
     from onnxscript.function_libs.torch_lib.registration import default_registry
 
@@ -74,7 +75,7 @@ def torchlib() -> dict[str, Any]:
 
 
 class _Recording:
-    """One run of a torchlib function, whose operators are recorded and then moved into our graph."""
+    """Records the operators of one torchlib function, and moves them into our graph."""
 
     def __init__(self, graph: OnnxGraph) -> None:
         from onnxscript import values
@@ -97,13 +98,13 @@ class _Recording:
         if recorder.functions:
             raise NotLowerable("torchlib: a function of its own")
         self._graph.extend(self._nodes(recorder.nodes))
-        return tuple(map(self._own, results)) if isinstance(results, list | tuple) else self._own(results)
+        return tuple(map(self._unwrapped, results)) if isinstance(results, list | tuple) else self._unwrapped(results)
 
     def _converted(self, arguments: Any) -> Any:
         return pytree.tree_map(self._argument, arguments)
 
-    def _argument(self, item: Any) -> Any:
-        """An argument as torchlib takes it."""
+    def _argument(self, item: object) -> object:
+        """Return an argument in the form that torchlib takes."""
         if isinstance(item, Operand):
             return self._stand_in(item)
         if isinstance(item, torch.dtype):
@@ -115,7 +116,7 @@ class _Recording:
         return item
 
     def _stand_in(self, operand: Operand) -> ir.Value:
-        """A value that understands `+` and the like, in place of one of ours."""
+        """Return a value with arithmetic, which torchlib needs, in place of one of ours."""
         from torch.onnx._internal.exporter._tensors import SymbolicTensor
 
         value = SymbolicTensor(self._opset, name=operand.value.name)
@@ -125,12 +126,12 @@ class _Recording:
 
     def _nodes(self, nodes: list[ir.Node]) -> Iterator[ir.Node]:
         for node in nodes:
-            for place, value in enumerate(node.inputs):
-                node.replace_input_with(place, self._own(value))
+            for index, value in enumerate(node.inputs):
+                node.replace_input_with(index, self._unwrapped(value))
             yield node
 
-    def _own(self, value: Any) -> Any:
-        """The value of our graph behind a stand-in; others are new ones already."""
+    def _unwrapped(self, value: Any) -> Any:
+        """Return the value of our graph behind a stand-in; other values are new."""
         return self._stand_ins.get(value, value)
 
 

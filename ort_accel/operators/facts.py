@@ -17,7 +17,7 @@ from ort_accel.operators.powers import is_long_power
 
 
 class Repeat(Enum):
-    """Which search for a plan may compute an operator twice."""
+    """The searches for a plan that may compute an operator twice."""
 
     BASIC = "any search"
     ADVANCED = "an advanced search only"
@@ -30,7 +30,7 @@ class Facts:
     flops: Callable[..., int] | None = None
     """Formula of the operands' shapes; None where the time goes into moving data."""
     cpu_slowdown: float = 1.0
-    """How many times longer the CPU takes than to move the operator's data."""
+    """The CPU's time, in multiples of the time of moving the operator's data."""
     is_product: bool = False
     """A matrix product or a convolution: views around it are no operators of their own in a plan."""
     onnx_name: str | None = None

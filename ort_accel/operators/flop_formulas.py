@@ -11,25 +11,25 @@ from typing import Any
 Shape = tuple[int, ...]
 
 
-def product(left: Shape, right: Shape, *_: Any, **__: Any) -> int:
+def product(left: Shape, right: Shape, *_: object, **__: object) -> int:
     columns = right[-1] if len(right) > 1 else 1
     return 2 * prod(left) * columns
 
 
-def product_and_sum(_added: Shape, left: Shape, right: Shape, *_: Any, **__: Any) -> int:
+def product_and_sum(_added: Shape, left: Shape, right: Shape, *_: object, **__: object) -> int:
     return product(left, right)
 
 
-def linear(rows: Shape, weight: Shape, *_: Any, **__: Any) -> int:
+def linear(rows: Shape, weight: Shape, *_: object, **__: object) -> int:
     return 2 * prod(rows) * (weight[0] if len(weight) > 1 else 1)
 
 
-def grouped_product(left: Shape, right: Shape, *_: Any, **__: Any) -> int:
+def grouped_product(left: Shape, right: Shape, *_: object, **__: object) -> int:
     """Each group of rows is multiplied with its matrix; a group of columns belongs to one matrix only."""
     return product(left, right) // (left[0] if len(left) == 3 and len(right) == 2 else 1)
 
 
-def grouped_product_backward(left: Shape, right: Shape, *_: Any, **__: Any) -> int:
+def grouped_product_backward(left: Shape, right: Shape, *_: object, **__: object) -> int:
     """The gradients of both sides each take as much as the forward."""
     return 2 * grouped_product(left, right)
 
@@ -39,7 +39,7 @@ def convolution(given: Shape, weight: Shape, *more: Any, result: Shape) -> int:
     return _convolution(given, weight, result, transposed)
 
 
-def convolution_backward(incoming: Shape, given: Shape, weight: Shape, *more: Any, **_: Any) -> int:
+def convolution_backward(incoming: Shape, given: Shape, weight: Shape, *more: Any, **_: object) -> int:
     """The gradients of input and weight each take as much as the forward."""
     transposed, wanted = more[4], more[7]
     return _convolution(given, weight, incoming, transposed) * sum(map(int, wanted[:2]))
@@ -51,22 +51,22 @@ def _convolution(given: Shape, weight: Shape, result: Shape, transposed: bool) -
     return 2 * given[0] * pixels * prod(weight)
 
 
-def attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+def attention(query: Shape, key: Shape, value: Shape, *_: object, **__: object) -> int:
     """The scores, and their product with the values."""
     return _attention(query, key[-2], query[-1] + value[-1])
 
 
-def attention_backward(_incoming: Shape, query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+def attention_backward(_incoming: Shape, query: Shape, key: Shape, value: Shape, *_: object, **__: object) -> int:
     """The scores once more, the gradients of scores and values, and those of query and key."""
     return _attention(query, key[-2], 3 * query[-1] + 2 * value[-1])
 
 
-def packed_attention(query: Shape, key: Shape, value: Shape, spans: Shape, *_: Any, **__: Any) -> int:
+def packed_attention(query: Shape, key: Shape, value: Shape, spans: Shape, *_: object, **__: object) -> int:
     """Sequences count as equally long: the operands' shapes do not tell the length of each."""
     return _attention(query, key[0] // max(spans[0], 1), query[-1] + value[-1])
 
 
-def packed_attention_backward(_incoming: Shape, query: Shape, key: Shape, value: Shape, *more: Any, **_: Any) -> int:
+def packed_attention_backward(_incoming: Shape, query: Shape, key: Shape, value: Shape, *more: Any, **_: object) -> int:
     spans = more[2]
     return _attention(query, key[0] // max(spans[0], 1), 3 * query[-1] + 2 * value[-1])
 

@@ -79,7 +79,7 @@ def test_work_that_is_left_out_is_not_counted():
     assert 0 < computed(skipping) < whole
 
 
-def test_fused_attention_counts_like_its_products_and_the_scores_that_its_backward_makes_again():
+def test_fused_attention_counts_its_products_and_the_scores_of_its_backward():
     torch.manual_seed(0)
     fused = bert("sdpa").eval()
     counted = counted_by_us(fused, classify(7), attention="fused")

@@ -3,90 +3,89 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
 from ort_accel.graph.symbolic_sizes import known_positive
-from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand
+from ort_accel.lowering.onnx_graph import NotLowerable, Number, OnnxGraph, Operand, Value
 from ort_accel.lowering.ops.elementwise import extreme_of_two, log1p_of, operand_as, root_of, trunc_of
-from ort_accel.lowering.registry import lowers
+from ort_accel.lowering.registry import Lowering, lowers
+from ort_accel.lowering.term import Result, Term, exp, log, term
 
 aten = torch.ops.aten
 
 
-def binary(graph: OnnxGraph, op_type: str, one: Any, other: Any) -> Any:
-    """An operator on two tensors or numbers, in the type of the result."""
+def binary(graph: OnnxGraph, op_type: str, one: Operand | Number, other: Operand | Number) -> Value:
+    """Add an operator on two tensors or numbers, in the type of the result."""
     dtype = graph.result.dtype
     return graph.op(op_type, operand_as(graph, one, dtype), operand_as(graph, other, dtype))
 
 
 @lowers(aten.mul.Tensor, aten.mul.Scalar)
-def mul(graph: OnnxGraph, one: Any, other: Any) -> Any:
+def mul(graph: OnnxGraph, one: Operand | Number, other: Operand | Number) -> Value:
     return binary(graph, "And" if graph.result.dtype == torch.bool else "Mul", one, other)
 
 
 @lowers(aten.div.Tensor, aten.div.Scalar)
-def div(graph: OnnxGraph, one: Any, other: Any) -> Any:
+def div(graph: OnnxGraph, one: Operand | Number, other: Operand | Number) -> Value:
     return binary(graph, "Div", one, other)
 
 
-def _scaled(graph: OnnxGraph, item: Any, alpha: float, dtype: torch.dtype) -> Any:
+def _scaled(graph: OnnxGraph, item: Operand | Number, alpha: float, dtype: torch.dtype) -> Value:
     value = operand_as(graph, item, dtype)
     return value if alpha == 1 else graph.op("Mul", value, graph.scalar(alpha, dtype))
 
 
 @lowers(aten.add.Tensor, aten.add.Scalar)
-def add(graph: OnnxGraph, one: Any, other: Any, alpha: float = 1) -> Any:
+def add(graph: OnnxGraph, one: Operand | Number, other: Operand | Number, alpha: float = 1) -> Result:
     dtype = graph.result.dtype
     if dtype == torch.bool:
         return binary(graph, "Or", one, other)
-    if isinstance(other, int | float) and other * alpha == 0 and one.dtype == dtype:
+    if isinstance(other, int | float) and other * alpha == 0 and isinstance(one, Operand) and one.dtype == dtype:
         return one.value
     return graph.op("Add", operand_as(graph, one, dtype), _scaled(graph, other, alpha, dtype))
 
 
 @lowers(aten.sub.Tensor, aten.sub.Scalar)
-def sub(graph: OnnxGraph, one: Any, other: Any, alpha: float = 1) -> Any:
+def sub(graph: OnnxGraph, one: Operand | Number, other: Operand | Number, alpha: float = 1) -> Result:
     dtype = graph.result.dtype
     return graph.op("Sub", operand_as(graph, one, dtype), _scaled(graph, other, alpha, dtype))
 
 
 @lowers(aten.rsub.Scalar, aten.rsub.Tensor)
-def rsub(graph: OnnxGraph, one: Any, other: Any, alpha: float = 1) -> Any:
+def rsub(graph: OnnxGraph, one: Operand | Number, other: Operand | Number, alpha: float = 1) -> Result:
     dtype = graph.result.dtype
     return graph.op("Sub", operand_as(graph, other, dtype), _scaled(graph, one, alpha, dtype))
 
 
 @lowers(aten.addcmul.default)
-def addcmul(graph: OnnxGraph, operand: Operand, one: Operand, other: Operand, value: float = 1) -> Any:
+def addcmul(graph: OnnxGraph, operand: Operand, one: Operand, other: Operand, value: float = 1) -> Result:
     dtype = graph.result.dtype
     product = graph.op("Mul", _scaled(graph, one, value, dtype), operand_as(graph, other, dtype))
     return graph.op("Add", operand_as(graph, operand, dtype), product)
 
 
 @lowers(aten.addcdiv.default)
-def addcdiv(graph: OnnxGraph, operand: Operand, one: Operand, other: Operand, value: float = 1) -> Any:
+def addcdiv(graph: OnnxGraph, operand: Operand, one: Operand, other: Operand, value: float = 1) -> Result:
     dtype = graph.result.dtype
     quotient = graph.op("Div", _scaled(graph, one, value, dtype), operand_as(graph, other, dtype))
     return graph.op("Add", operand_as(graph, operand, dtype), quotient)
 
 
 @lowers(aten.lerp.Scalar, aten.lerp.Tensor)
-def lerp(graph: OnnxGraph, start: Operand, end: Operand, weight: Any) -> Any:
-    """From whichever end is nearer, as eager does, so that both ends are met exactly."""
+def lerp(graph: OnnxGraph, start: Operand, end: Operand, weight: Operand | float) -> Result:
+    """Start from the nearer end, as eager does, so that both ends are met exactly."""
     dtype = graph.result.dtype
-    way, share, one = graph.op("Sub", end, start), operand_as(graph, weight, dtype), graph.scalar(1, dtype)
-    from_start = graph.op("Add", start, graph.op("Mul", share, way))
-    from_end = graph.op("Sub", end, graph.op("Mul", graph.op("Sub", one, share), way))
+    first, last, share = term(graph, start), term(graph, end), Term(graph, operand_as(graph, weight, dtype), dtype)
+    distance = last - first
+    from_start, from_end = first + share * distance, last - (1 - share) * distance
     if not isinstance(weight, Operand):
         return from_start if abs(weight) < 0.5 else from_end
-    near = graph.op("Less", graph.op("Abs", share), graph.scalar(0.5, dtype))
-    return graph.op("Where", near, from_start, from_end)
+    return from_start.where(abs(share) < 0.5, from_end)
 
 
 @lowers(aten.pow.Tensor_Scalar)
-def pow_scalar(graph: OnnxGraph, base: Operand, exponent: float) -> Any:
+def pow_scalar(graph: OnnxGraph, base: Operand, exponent: float) -> Result:
     value, dtype = graph.cast(base, graph.result.dtype), graph.result.dtype
     if exponent == 1:  # the gradient of a square
         return value
@@ -97,9 +96,9 @@ def pow_scalar(graph: OnnxGraph, base: Operand, exponent: float) -> Any:
     if not dtype.is_floating_point:
         raise NotLowerable("an integer power")
     if exponent == 0.5 and dtype != torch.float16:
-        return root_of(graph, value, dtype)
+        return root_of(Term(graph, value, dtype))
     if exponent == -0.5 and dtype != torch.float16:
-        return graph.op("Reciprocal", root_of(graph, value, dtype))
+        return graph.op("Reciprocal", root_of(Term(graph, value, dtype)))
     if exponent == -1:
         return graph.op("Reciprocal", value)
     if exponent == -2:
@@ -108,78 +107,76 @@ def pow_scalar(graph: OnnxGraph, base: Operand, exponent: float) -> Any:
 
 
 @lowers(aten.pow.Tensor_Tensor, aten.pow.Scalar)
-def pow_tensor(graph: OnnxGraph, base: Any, exponent: Operand) -> Any:
+def pow_tensor(graph: OnnxGraph, base: Operand | Number, exponent: Operand) -> Result:
     if not graph.result.dtype.is_floating_point:
         raise NotLowerable("an integer power")
     return binary(graph, "Pow", base, exponent)
 
 
-def _integer_divisor(divisor: Any) -> None:
-    """A division by zero would end the process, where PyTorch raises an error."""
+def _integer_divisor(divisor: Operand | Number) -> None:
+    """Refuse a divisor that may be zero: ONNX Runtime would end the process, where PyTorch raises an error."""
     is_size = isinstance(divisor, torch.SymInt) and known_positive(divisor)
     if not is_size and (not isinstance(divisor, int) or divisor in {0, -1}):
         raise NotLowerable("a division of integers by what may be zero")
 
 
-def _fmod(graph: OnnxGraph, one: Any, other: Any) -> tuple[Any, Any, Any]:
-    """The two numbers, and the remainder that has the dividend's sign."""
+def _fmod(graph: OnnxGraph, one: Operand | Number, other: Operand | Number) -> tuple[Term, Term, Term]:
+    """Return the two numbers, and the remainder with the dividend's sign."""
     dtype = graph.result.dtype
-    dividend, divisor = operand_as(graph, one, dtype), operand_as(graph, other, dtype)
-    return dividend, divisor, graph.op("Mod", dividend, divisor, fmod=1)
+    dividend, divisor = (Term(graph, operand_as(graph, item, dtype), dtype) for item in (one, other))
+    return dividend, divisor, dividend.op("Mod", divisor, fmod=1)
 
 
-def _signs_differ(graph: OnnxGraph, remainder: Any, divisor: Any) -> Any:
-    """Where a remainder is not zero and has another sign than the divisor."""
-    zero = graph.scalar(0, graph.result.dtype)
-    differ = graph.op("Xor", graph.op("Less", remainder, zero), graph.op("Less", divisor, zero))
-    return graph.op("And", differ, graph.op("Not", graph.op("Equal", remainder, zero)))
+def _signs_differ(remainder: Term, divisor: Term) -> Term:
+    """True where a remainder is not zero and has another sign than the divisor."""
+    return (remainder < 0).op("Xor", divisor < 0).op("And", remainder.equals(0).op("Not"))
 
 
 @lowers(aten.fmod.Tensor, aten.fmod.Scalar)
-def fmod(graph: OnnxGraph, one: Any, other: Any) -> Any:
+def fmod(graph: OnnxGraph, one: Operand | Number, other: Operand | Number) -> Result:
     if not graph.result.dtype.is_floating_point:
         _integer_divisor(other)
     return _fmod(graph, one, other)[2]
 
 
 @lowers(aten.remainder.Tensor, aten.remainder.Scalar)
-def remainder(graph: OnnxGraph, one: Any, other: Any) -> Any:
+def remainder(graph: OnnxGraph, one: Operand | Number, other: Operand | Number) -> Result:
     if not graph.result.dtype.is_floating_point:
         _integer_divisor(other)
         return binary(graph, "Mod", one, other)
     _, divisor, rest = _fmod(graph, one, other)
-    return graph.op("Where", _signs_differ(graph, rest, divisor), graph.op("Add", rest, divisor), rest)
+    return (rest + divisor).where(_signs_differ(rest, divisor), rest)
 
 
 @lowers(aten.div.Tensor_mode, aten.div.Scalar_mode)
-def div_mode(graph: OnnxGraph, one: Any, other: Any, rounding_mode: str | None = None) -> Any:
+def div_mode(
+    graph: OnnxGraph, one: Operand | Number, other: Operand | Number, rounding_mode: str | None = None
+) -> Result:
     if rounding_mode is None:
         return div(graph, one, other)
     if rounding_mode == "floor":
         return floor_divide(graph, one, other)
     if graph.result.dtype.is_floating_point:
-        return trunc_of(graph, div(graph, one, other))
+        return trunc_of(Term(graph, div(graph, one, other), graph.result.dtype))
     _integer_divisor(other)
     return binary(graph, "Div", one, other)
 
 
 @lowers(aten.floor_divide.default)
-def floor_divide(graph: OnnxGraph, one: Any, other: Any) -> Any:
+def floor_divide(graph: OnnxGraph, one: Operand | Number, other: Operand | Number) -> Result:
     dtype = graph.result.dtype
     if not dtype.is_floating_point:
         _integer_divisor(other)
-        rest = graph.op("Mod", operand_as(graph, one, dtype), graph.scalar(other, dtype))
-        return graph.op("Div", graph.op("Sub", operand_as(graph, one, dtype), rest), graph.scalar(other, dtype))
+        number = Term(graph, operand_as(graph, one, dtype), dtype)
+        return (number - number.op("Mod", other)) / other
     dividend, divisor, rest = _fmod(graph, one, other)
-    whole = graph.op("Div", graph.op("Sub", dividend, rest), divisor)
-    lower = graph.op("Sub", whole, graph.scalar(1, dtype))
-    exact = graph.op("Round", graph.op("Where", _signs_differ(graph, rest, divisor), lower, whole))
-    by_zero = graph.op("Equal", divisor, graph.scalar(0, dtype))
-    return graph.op("Where", by_zero, graph.op("Div", dividend, divisor), exact)
+    whole = (dividend - rest) / divisor
+    exact = (whole - 1).where(_signs_differ(rest, divisor), whole).op("Round")
+    return (dividend / divisor).where(divisor.equals(0), exact)
 
 
-def _extreme(graph: OnnxGraph, op_type: str, one: Any, other: Any) -> Any:
-    """The larger or smaller of two; NaN where either is."""
+def _extreme(graph: OnnxGraph, op_type: str, one: Operand | Number, other: Operand | Number) -> Value:
+    """Return the larger or smaller of two; NaN where either is."""
     dtype = graph.result.dtype
     if dtype == torch.bool:
         return binary(graph, "Or" if op_type == "Max" else "And", one, other)
@@ -188,22 +185,22 @@ def _extreme(graph: OnnxGraph, op_type: str, one: Any, other: Any) -> Any:
     return extreme_of_two(graph, op_type, operand_as(graph, one, dtype), operand_as(graph, other, dtype), dtype)
 
 
-def extreme(op_type: str) -> Any:
-    """A lowering to `Max` or `Min`."""
-
-    def lowering(graph: OnnxGraph, one: Any, other: Any) -> Any:
+def _extreme_lowering(op_type: str) -> Lowering:
+    def lowering(graph: OnnxGraph, one: Operand | Number, other: Operand | Number) -> Result:
         return _extreme(graph, op_type, one, other)
 
     return lowering
 
 
-lowers(aten.maximum.default, aten.clamp_min.Tensor, aten.clamp_min.default)(extreme("Max"))
-lowers(aten.minimum.default, aten.clamp_max.Tensor, aten.clamp_max.default)(extreme("Min"))
+lowers(aten.maximum.default, aten.clamp_min.Tensor, aten.clamp_min.default)(_extreme_lowering("Max"))
+lowers(aten.minimum.default, aten.clamp_max.Tensor, aten.clamp_max.default)(_extreme_lowering("Min"))
 
 
 @lowers(aten.clamp.default, aten.clamp.Tensor)
-def clamp(graph: OnnxGraph, operand: Operand, low: Any = None, high: Any = None) -> Any:
-    value: Any = operand
+def clamp(
+    graph: OnnxGraph, operand: Operand, low: Operand | Number | None = None, high: Operand | Number | None = None
+) -> Value:
+    value = operand
     for bound, op_type in ((low, "Max"), (high, "Min")):
         if bound is not None:
             if isinstance(bound, float) and math.isnan(bound):
@@ -212,8 +209,8 @@ def clamp(graph: OnnxGraph, operand: Operand, low: Any = None, high: Any = None)
     return graph.cast(value, graph.result.dtype)
 
 
-def _without_nan(op_type: str) -> Any:
-    def lowering(graph: OnnxGraph, one: Operand, other: Operand) -> Any:
+def _without_nan(op_type: str) -> Lowering:
+    def lowering(graph: OnnxGraph, one: Operand, other: Operand) -> Result:
         dtype = graph.result.dtype
         value = _extreme(graph, op_type, one, other)
         if not dtype.is_floating_point:
@@ -230,20 +227,17 @@ lowers(aten.fmin.default)(_without_nan("Min"))
 
 
 @lowers(aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other)
-def xlogy(graph: OnnxGraph, one: Any, other: Any) -> Any:
+def xlogy(graph: OnnxGraph, one: Operand | Number, other: Operand | Number) -> Result:
     dtype = graph.result.dtype
-    factor, argument = operand_as(graph, one, dtype), operand_as(graph, other, dtype)
-    nothing = graph.op("Equal", factor, graph.scalar(0, dtype))
-    vanishes = graph.op("And", nothing, graph.op("Not", graph.op("IsNaN", argument)))
-    return graph.op("Where", vanishes, graph.scalar(0, dtype), graph.op("Mul", factor, graph.op("Log", argument)))
+    factor, argument = (Term(graph, operand_as(graph, item, dtype), dtype) for item in (one, other))
+    vanishes = factor.equals(0).op("And", argument.is_nan().op("Not"))
+    return graph.op("Where", vanishes, graph.scalar(0, dtype), factor * log(argument))
 
 
 @lowers(aten.logaddexp.default)
-def logaddexp(graph: OnnxGraph, one: Operand, other: Operand) -> Any:
+def logaddexp(graph: OnnxGraph, one: Operand, other: Operand) -> Result:
     dtype = graph.result.dtype
-    first, second = operand_as(graph, one, dtype), operand_as(graph, other, dtype)
-    gap = graph.op("Neg", graph.op("Abs", graph.op("Sub", first, second)))
-    larger = extreme_of_two(graph, "Max", first, second, dtype)
-    total = graph.op("Add", larger, log1p_of(graph, graph.op("Exp", gap), dtype))
-    both_infinite = graph.op("And", graph.op("Equal", first, second), graph.op("IsInf", first))
-    return graph.op("Where", both_infinite, first, total)
+    first, second = term(graph, one, dtype), term(graph, other, dtype)
+    larger = Term(graph, extreme_of_two(graph, "Max", first.value, second.value, dtype), dtype)
+    both_infinite = first.equals(second).op("And", graph.op("IsInf", first))
+    return first.where(both_infinite, larger + log1p_of(exp(-abs(first - second))))

@@ -1,24 +1,26 @@
-"""Normalization over a batch, with its running statistics, and the gradient."""
+"""Batch norm with its running statistics, and the gradient."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
 
-from ort_accel.lowering.onnx_graph import HALVES, NotLowerable, OnnxGraph, Operand
-from ort_accel.lowering.ops.norms import inverse_root, mean_over, one_dtype, standardized_gradient, sum_over
+from ort_accel.lowering.onnx_graph import HALVES, Input, NotLowerable, OnnxGraph, Operand, Value
+from ort_accel.lowering.ops.norms import by_channel, inverse_root, mean_over, one_dtype, standardized_gradient, sum_over
 from ort_accel.lowering.ops.reductions import not_empty
 from ort_accel.lowering.registry import Lowering, lowers
+from ort_accel.lowering.term import Result, Term, term
 
 aten = torch.ops.aten
 
 
 def _rounded_once(lowering: Lowering) -> Lowering:
-    """Half-precision numbers are computed with in single precision, and only the results are rounded."""
+    """Let a lowering compute half-precision numbers in single precision, and round only the results."""
 
     @wraps(lowering)
     def wide(graph: OnnxGraph, *args: Any) -> Any:
@@ -36,51 +38,54 @@ def _in_single(graph: OnnxGraph, operand: Operand) -> Operand:
 
 
 def _over(operand: Operand) -> list[int]:
-    """All dimensions but the channel's."""
+    """Return all dimensions but the channel's."""
     return [0, *range(2, operand.ndim)]
 
 
-def _wide(graph: OnnxGraph, value: Any, operand: Operand) -> Any:
-    """One number a channel, to be combined with the whole tensor."""
-    return graph.op("Reshape", value, graph.ints([1, -1] + [1] * (operand.ndim - 2)))
+@dataclass(frozen=True)
+class _Affine:
+    """The tensor of a batch norm, and the weight and bias of its channels."""
+
+    graph: OnnxGraph
+    operand: Operand
+    weight: Operand | None
+    bias: Operand | None
+
+    def normalized(self, mean: Input, inverse: Input) -> Term:
+        """Return the normalized tensor, scaled and moved."""
+        mean, inverse, weight, bias = (
+            None if item is None else by_channel(self.graph, item, self.operand.ndim)
+            for item in (mean, inverse, self.weight, self.bias)
+        )
+        value = (term(self.graph, self.operand) - mean) * inverse
+        value = value if weight is None else value * weight
+        return value if bias is None else value + bias
+
+    def from_batch(self, epsilon: float) -> tuple[Term, Term, Term, Term]:
+        """Return the normalized tensor, and mean, variance and one over the deviation of each channel."""
+        not_empty(self.operand)
+        one_dtype(self.operand, self.weight, self.bias)
+        x = term(self.graph, self.operand)
+        wide_mean = mean_over(x, _over(self.operand))
+        centered = x - wide_mean
+        wide_variance = mean_over(centered * centered, _over(self.operand))
+        mean, variance = (item.op("Reshape", self.graph.ints([-1])) for item in (wide_mean, wide_variance))
+        inverse = inverse_root(variance, epsilon)
+        return self.normalized(mean, inverse), mean, variance, inverse
+
+    def from_running(self, mean: Operand, variance: Operand, epsilon: float) -> Term:
+        """Return the tensor normalized by running statistics."""
+        one_dtype(self.operand, self.weight, self.bias, mean, variance)
+        return self.normalized(mean, inverse_root(term(self.graph, variance), epsilon))
 
 
-def _applied(graph: OnnxGraph, operand: Operand, mean: Any, inverse: Any, weight: Any, bias: Any) -> Any:
-    value = graph.op("Mul", graph.op("Sub", operand, _wide(graph, mean, operand)), _wide(graph, inverse, operand))
-    if weight is not None:
-        value = graph.op("Mul", value, _wide(graph, weight, operand))
-    return value if bias is None else graph.op("Add", value, _wide(graph, bias, operand))
-
-
-def _trained(graph: OnnxGraph, operand: Operand, weight: Any, bias: Any, epsilon: float) -> tuple[Any, Any, Any, Any]:
-    """The normalized tensor, and mean, variance and one over the deviation of each channel."""
-    not_empty(operand)
-    dtype = one_dtype(operand, weight, bias)
-    wide_mean = mean_over(graph, operand, _over(operand))
-    centered = graph.op("Sub", operand, wide_mean)
-    wide_variance = mean_over(graph, graph.op("Mul", centered, centered), _over(operand))
-    mean, variance = (graph.op("Reshape", item, graph.ints([-1])) for item in (wide_mean, wide_variance))
-    inverse = inverse_root(graph, variance, epsilon, dtype)
-    return _applied(graph, operand, mean, inverse, weight, bias), mean, variance, inverse
-
-
-def _kept(
-    graph: OnnxGraph, operand: Operand, weight: Any, bias: Any, mean: Operand, variance: Operand, epsilon: float
-) -> Any:
-    """Normalized by statistics of the past."""
-    dtype = one_dtype(operand, weight, bias, mean, variance)
-    return _applied(graph, operand, mean, inverse_root(graph, variance, epsilon, dtype), weight, bias)
-
-
-def _unused(graph: OnnxGraph, operand: Operand, fake: torch.Tensor) -> Any:
-    """What PyTorch gives for statistics that were not computed."""
+def _unused(graph: OnnxGraph, operand: Operand, fake: torch.Tensor) -> Value:
+    """Return PyTorch's placeholder for statistics that were not computed."""
     return graph.op("Expand", graph.scalar(0, operand.dtype), graph.sizes(fake.shape))
 
 
-def _moved(graph: OnnxGraph, running: Operand, new: Any, momentum: float) -> Any:
-    dtype = running.dtype
-    old = graph.op("Mul", running, graph.scalar(1 - momentum, dtype))
-    return graph.op("Add", old, graph.op("Mul", new, graph.scalar(momentum, dtype)))
+def _moving_average(running: Term, new: Term, momentum: float) -> Term:
+    return running * (1 - momentum) + new * momentum
 
 
 @lowers(aten._native_batch_norm_legit_functional.default)
@@ -88,32 +93,38 @@ def _moved(graph: OnnxGraph, running: Operand, new: Any, momentum: float) -> Any
 def batch_norm_functional(
     graph: OnnxGraph,
     operand: Operand,
-    weight: Any,
-    bias: Any,
+    weight: Operand | None,
+    bias: Operand | None,
     mean: Operand,
     variance: Operand,
     training: bool,
     momentum: float,
     epsilon: float,
-) -> Any:
+) -> tuple[Result, ...]:
+    affine = _Affine(graph, operand, weight, bias)
     if not training:
-        value = _kept(graph, operand, weight, bias, mean, variance, epsilon)
+        value = affine.from_running(mean, variance, epsilon)
         return value, *(_unused(graph, operand, fake) for fake in graph.result[1:3]), mean.value, variance.value
     dtype = one_dtype(operand, weight, bias, mean, variance)
-    value, new_mean, new_variance, inverse = _trained(graph, operand, weight, bias, epsilon)
-    count: Any = math.prod(operand.shape[dim] for dim in _over(operand))
-    unbiased = graph.op("Mul", new_variance, graph.scalar(count, dtype))
-    unbiased = graph.op("Div", unbiased, graph.op("Sub", graph.scalar(count, dtype), graph.scalar(1, dtype)))
-    running = _moved(graph, mean, new_mean, momentum), _moved(graph, variance, unbiased, momentum)
-    return value, new_mean, inverse, *running
+    value, new_mean, new_variance, inverse = affine.from_batch(epsilon)
+    count = Term(graph, graph.scalar(math.prod(operand.shape[dim] for dim in _over(operand)), dtype), dtype)
+    unbiased = new_variance * count / (count - 1)
+    running_mean = _moving_average(term(graph, mean), new_mean, momentum)
+    return value, new_mean, inverse, running_mean, _moving_average(term(graph, variance), unbiased, momentum)
 
 
 @lowers(aten._native_batch_norm_legit.no_stats)
 @_rounded_once
-def batch_norm_without_past(
-    graph: OnnxGraph, operand: Operand, weight: Any, bias: Any, training: bool, momentum: float, epsilon: float
-) -> Any:
-    value, mean, _, inverse = _trained(graph, operand, weight, bias, epsilon)
+def batch_norm_without_running(
+    graph: OnnxGraph,
+    operand: Operand,
+    weight: Operand | None,
+    bias: Operand | None,
+    training: bool,
+    momentum: float,
+    epsilon: float,
+) -> tuple[Result, ...]:
+    value, mean, _, inverse = _Affine(graph, operand, weight, bias).from_batch(epsilon)
     return value, mean, inverse
 
 
@@ -122,14 +133,14 @@ def batch_norm_without_past(
 def batch_norm_eval(
     graph: OnnxGraph,
     operand: Operand,
-    weight: Any,
-    bias: Any,
+    weight: Operand | None,
+    bias: Operand | None,
     mean: Operand,
     variance: Operand,
     momentum: float,
     epsilon: float,
-) -> Any:
-    value = _kept(graph, operand, weight, bias, mean, variance, epsilon)
+) -> tuple[Result, ...]:
+    value = _Affine(graph, operand, weight, bias).from_running(mean, variance, epsilon)
     return value, *(_unused(graph, operand, fake) for fake in graph.result[1:])
 
 
@@ -147,26 +158,24 @@ def batch_norm_backward(
     training: bool,
     epsilon: float,
     wanted: Sequence[bool],
-) -> Any:
+) -> tuple[Result | None, ...]:
     not_empty(operand)
     axes, dtype = _over(operand), one_dtype(grad, operand, weight)
-    mean: Any
-    inverse: Any
+    mean: Input
+    inverse: Input
     if training:
         mean, inverse = saved_mean, saved_inverse
     elif running_variance is not None:
-        mean, inverse = running_mean, inverse_root(graph, running_variance, epsilon, dtype)
+        mean, inverse = running_mean, inverse_root(term(graph, running_variance), epsilon)
     else:
         raise NotLowerable("the gradient of a batch norm without statistics")
-    wide_inverse = _wide(graph, inverse, operand)
-    normal = graph.op("Mul", graph.op("Sub", operand, _wide(graph, mean, operand)), wide_inverse)
-    scaled = grad.value if weight is None else graph.op("Mul", grad, _wide(graph, weight, operand))
-    if training:
-        to_operand = standardized_gradient(graph, scaled, normal, wide_inverse, axes)
-    else:
-        to_operand = graph.op("Mul", scaled, wide_inverse)
+    wide_inverse = Term(graph, by_channel(graph, inverse, operand.ndim), dtype)
+    given = term(graph, grad)
+    normal = (term(graph, operand) - by_channel(graph, mean, operand.ndim)) * wide_inverse
+    scaled = given if weight is None else given * by_channel(graph, weight, operand.ndim)
+    to_operand = standardized_gradient(scaled, normal, wide_inverse, axes) if training else scaled * wide_inverse
     return (
         to_operand if wanted[0] else None,
-        sum_over(graph, graph.op("Mul", grad, normal), axes) if wanted[1] else None,
-        sum_over(graph, grad.value, axes) if wanted[2] else None,
+        sum_over(given * normal, axes) if wanted[1] else None,
+        sum_over(given, axes) if wanted[2] else None,
     )

@@ -1,20 +1,18 @@
-"""Comparisons, logic, and choosing by a condition."""
+"""Comparisons, logic and selection by a condition."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ort_accel.lowering.onnx_graph import OnnxGraph, Operand
+from ort_accel.lowering.onnx_graph import Number, OnnxGraph, Operand, Value
 from ort_accel.lowering.ops.elementwise import common_dtype, operand_as
-from ort_accel.lowering.registry import lowers
+from ort_accel.lowering.registry import Lowering, lowers
 
 aten = torch.ops.aten
 
 
-def _comparison(op_type: str, negated: bool = False) -> Any:
-    def lowering(graph: OnnxGraph, one: Any, other: Any) -> Any:
+def _comparison(op_type: str, negated: bool = False) -> Lowering:
+    def lowering(graph: OnnxGraph, one: Operand | Number, other: Operand | Number) -> Value:
         dtype = common_dtype(one, other)
         result = graph.op(op_type, operand_as(graph, one, dtype), operand_as(graph, other, dtype))
         return graph.op("Not", result) if negated else result
@@ -34,22 +32,22 @@ for packet, (name, is_negated) in {
         lowers(getattr(getattr(aten, packet), overload))(_comparison(name, is_negated))
 
 
-def truth(graph: OnnxGraph, operand: Operand) -> Any:
-    """Where a tensor is not zero."""
+def truth(graph: OnnxGraph, operand: Operand) -> Value:
+    """True where a tensor is not zero."""
     if operand.dtype == torch.bool:
         return operand.value
     return graph.op("Not", graph.op("Equal", operand, graph.scalar(0, operand.dtype)))
 
 
-def _logical(op_type: str) -> Any:
-    def lowering(graph: OnnxGraph, one: Operand, other: Operand) -> Any:
+def _logical(op_type: str) -> Lowering:
+    def lowering(graph: OnnxGraph, one: Operand, other: Operand) -> Value:
         return graph.op(op_type, truth(graph, one), truth(graph, other))
 
     return lowering
 
 
-def _bitwise(op_type: str) -> Any:
-    def lowering(graph: OnnxGraph, one: Any, other: Any) -> Any:
+def _bitwise(op_type: str) -> Lowering:
+    def lowering(graph: OnnxGraph, one: Operand | Number, other: Operand | Number) -> Value:
         dtype = graph.result.dtype
         kind = op_type if dtype == torch.bool else f"Bitwise{op_type}"
         return graph.op(kind, operand_as(graph, one, dtype), operand_as(graph, other, dtype))
@@ -64,21 +62,21 @@ for name in ("and", "or", "xor"):
 
 
 @lowers(aten.logical_not.default)
-def logical_not(graph: OnnxGraph, operand: Operand) -> Any:
+def logical_not(graph: OnnxGraph, operand: Operand) -> Value:
     return graph.op("Not", truth(graph, operand))
 
 
 @lowers(aten.bitwise_not.default)
-def bitwise_not(graph: OnnxGraph, operand: Operand) -> Any:
+def bitwise_not(graph: OnnxGraph, operand: Operand) -> Value:
     return graph.op("Not" if operand.dtype == torch.bool else "BitwiseNot", operand)
 
 
 @lowers(aten.where.self)
-def where(graph: OnnxGraph, condition: Operand, one: Any, other: Any) -> Any:
+def where(graph: OnnxGraph, condition: Operand, one: Operand | Number, other: Operand | Number) -> Value:
     dtype = graph.result.dtype
     return graph.op("Where", truth(graph, condition), operand_as(graph, one, dtype), operand_as(graph, other, dtype))
 
 
 @lowers(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-def masked_fill(graph: OnnxGraph, operand: Operand, mask: Operand, number: Any) -> Any:
+def masked_fill(graph: OnnxGraph, operand: Operand, mask: Operand, number: Operand | Number) -> Value:
     return graph.op("Where", mask, operand_as(graph, number, operand.dtype), operand)

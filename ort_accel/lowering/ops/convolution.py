@@ -1,20 +1,19 @@
-"""Convolutions, which PyTorch keeps, and pooling."""
+"""Pooling, and convolutions, which are left to PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, Slower
-from ort_accel.lowering.registry import lowers
+from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, Slower, Value
+from ort_accel.lowering.registry import Lowering, lowers
 
 aten = torch.ops.aten
 
 
 @lowers(aten.convolution.default)
-def convolution(graph: OnnxGraph, operand: Operand, *args: Any) -> Any:
+def convolution(graph: OnnxGraph, operand: Operand, *args: object) -> Value:
     raise Slower(
         "milliseconds in ONNX Runtime and in PyTorch: 15 and 9 for 3x3 kernels, 7 and 4 for 1x1, 27 and 2.5 for a "
         "depthwise 7x7, 10 and 7 for speech, 7 and 6 for patches of a picture"
@@ -22,7 +21,7 @@ def convolution(graph: OnnxGraph, operand: Operand, *args: Any) -> Any:
 
 
 @lowers(aten.convolution_backward.default)
-def convolution_backward(graph: OnnxGraph, *args: Any) -> Any:
+def convolution_backward(graph: OnnxGraph, *args: object) -> Value:
     raise Slower(
         "milliseconds in com.microsoft.ConvGrad and in PyTorch: 50 and 19 for 3x3 kernels, 18 and 11 for 1x1, 124 and "
         "55 for a depthwise 7x7, 29 and 19 for speech"
@@ -30,11 +29,11 @@ def convolution_backward(graph: OnnxGraph, *args: Any) -> Any:
 
 
 @lowers(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
-def max_pool(graph: OnnxGraph, *args: Any) -> Any:
+def max_pool(graph: OnnxGraph, *args: object) -> Value:
     raise NotLowerable("MaxPool passes over NaN, and with places it takes as long as PyTorch's kernel")
 
 
-def _average_pool(dims: int) -> Any:
+def _average_pool(dims: int) -> Lowering:
     def lowering(
         graph: OnnxGraph,
         operand: Operand,
@@ -44,7 +43,7 @@ def _average_pool(dims: int) -> Any:
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         divisor_override: int | None = None,
-    ) -> Any:
+    ) -> Value:
         if ceil_mode or divisor_override is not None:
             raise NotLowerable("an average over windows that reach beyond the edge, or with another divisor")
         is_single = operand.ndim == dims + 1

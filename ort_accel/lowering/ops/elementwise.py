@@ -3,43 +3,41 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
 from ort_accel.lowering.kernel_bugs import keeps
-from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand
-from ort_accel.lowering.registry import lowers
+from ort_accel.lowering.onnx_graph import NotLowerable, Number, OnnxGraph, Operand, Value
+from ort_accel.lowering.registry import Lowering, lowers
+from ort_accel.lowering.term import Result, Term, exp, floor, log, sign, tanh, term
 
 aten = torch.ops.aten
 
 
-def operand_as(graph: OnnxGraph, item: Any, dtype: torch.dtype) -> Any:
-    """A tensor or a number as a value of the given type."""
+def operand_as(graph: OnnxGraph, item: Operand | Number, dtype: torch.dtype) -> Value:
+    """Return a tensor or a number as a value of the given type."""
     return graph.cast(item, dtype) if isinstance(item, Operand) else graph.scalar(item, dtype)
 
 
-def extreme_of_two(graph: OnnxGraph, op_type: str, first: Any, second: Any, dtype: torch.dtype) -> Any:
-    """`Max` or `Min` of two values.
+def extreme_of_two(graph: OnnxGraph, op_type: str, first: Value, second: Value, dtype: torch.dtype) -> Value:
+    """Return the `Max` or `Min` of two values, of float16 in single precision.
 
-    Kernels for float16 do not heed NaN, and those of onnxruntime-training 1.19.2 write past the end of the result where
-    the shapes differ, which ends the process sooner or later.
+    Kernels for float16 ignore NaN. In onnxruntime-training 1.19.2, they write past the end of the result where the
+    shapes differ.
     """
     wide = torch.float32 if dtype == torch.float16 else dtype
     value = graph.op(op_type, *(graph.cast_from(item, dtype, wide) for item in (first, second)))
     return graph.cast_from(value, wide, dtype)
 
 
-def common_dtype(*items: Any) -> torch.dtype:
-    """The type that PyTorch computes in for these tensors and numbers."""
-    stand_ins = [item.fake if isinstance(item, Operand) else item for item in items]
-    if len(stand_ins) == 1:
-        return stand_ins[0].dtype
-    return torch.result_type(*stand_ins)
+def common_dtype(one: Operand | Number, other: Operand | Number) -> torch.dtype:
+    """Return the type that PyTorch computes in for these tensors and numbers."""
+    first, second = (item.fake if isinstance(item, Operand) else item for item in (one, other))
+    return torch.result_type(first, second)  # type: ignore[arg-type]  # which takes sizes, too
 
 
-def _unary(op_type: str) -> Any:
-    def lowering(graph: OnnxGraph, operand: Operand) -> Any:
+def _unary(op_type: str) -> Lowering:
+    def lowering(graph: OnnxGraph, operand: Operand) -> Result:
         return graph.op(op_type, graph.cast(operand, graph.result.dtype))
 
     return lowering
@@ -69,8 +67,8 @@ for target, name in {
     lowers(target)(_unary(name))
 
 
-def _rounding(op_type: str) -> Any:
-    def lowering(graph: OnnxGraph, operand: Operand) -> Any:
+def _rounding(op_type: str) -> Lowering:
+    def lowering(graph: OnnxGraph, operand: Operand) -> Result:
         return graph.op(op_type, operand) if operand.dtype.is_floating_point else operand.value
 
     return lowering
@@ -80,93 +78,89 @@ for target, name in {aten.floor.default: "Floor", aten.ceil.default: "Ceil", ate
     lowers(target)(_rounding(name))
 
 
-def trunc_of(graph: OnnxGraph, value: Any) -> Any:
-    """Rounding towards zero."""
-    return graph.op("Mul", graph.op("Sign", value), graph.op("Floor", graph.op("Abs", value)))
+def trunc_of(x: Term) -> Term:
+    """Round towards zero."""
+    return sign(x) * floor(abs(x))
 
 
 @lowers(aten.trunc.default)
-def trunc(graph: OnnxGraph, operand: Operand) -> Any:
-    return trunc_of(graph, operand) if operand.dtype.is_floating_point else operand.value
+def trunc(graph: OnnxGraph, operand: Operand) -> Result:
+    return trunc_of(term(graph, operand)) if operand.dtype.is_floating_point else operand.value
 
 
 @lowers(aten.frac.default)
-def frac(graph: OnnxGraph, operand: Operand) -> Any:
-    return graph.op("Sub", operand, trunc_of(graph, operand))
+def frac(graph: OnnxGraph, operand: Operand) -> Result:
+    x = term(graph, operand)
+    return x - trunc_of(x)
 
 
 @lowers(aten.sign.default, aten.sgn.default)
-def sign(graph: OnnxGraph, operand: Operand) -> Any:
-    """Zero for NaN, where ONNX has NaN."""
-    value = graph.op("Sign", operand)
+def sgn(graph: OnnxGraph, operand: Operand) -> Result:
+    """Return zero for NaN, where ONNX returns NaN."""
+    x = term(graph, operand)
     if not operand.dtype.is_floating_point:
-        return value
-    return graph.op("Where", graph.op("IsNaN", operand), graph.scalar(0, operand.dtype), value)
+        return sign(x)
+    return graph.op("Where", x.is_nan(), graph.scalar(0, operand.dtype), sign(x))
 
 
-def root_of(graph: OnnxGraph, value: Any, dtype: torch.dtype) -> Any:
-    """The square root. Some runtimes give NaN for that of infinity."""
-    root = graph.op("Sqrt", value)
-    if keeps("Sqrt", math.inf, dtype):
+def root_of(x: Term) -> Term:
+    """Return the square root. Some runtimes give NaN for that of infinity."""
+    root = x.op("Sqrt")
+    if keeps("Sqrt", math.inf, x.dtype):
         return root
-    return graph.op("Where", graph.op("IsInf", value, detect_negative=0), value, root)
+    return x.where(x.graph.op("IsInf", x, detect_negative=0), root)
 
 
 @lowers(aten.sqrt.default)
-def sqrt(graph: OnnxGraph, operand: Operand) -> Any:
-    return root_of(graph, graph.cast(operand, graph.result.dtype), graph.result.dtype)
+def sqrt(graph: OnnxGraph, operand: Operand) -> Result:
+    return root_of(term(graph, operand, graph.result.dtype))
 
 
 @lowers(aten.rsqrt.default)
-def rsqrt(graph: OnnxGraph, operand: Operand) -> Any:
+def rsqrt(graph: OnnxGraph, operand: Operand) -> Result:
     return graph.op("Reciprocal", sqrt(graph, operand))
 
 
-def erf_of(graph: OnnxGraph, value: Any, dtype: torch.dtype) -> Any:
-    """The error function. Some runtimes give 1 for that of NaN."""
-    result = graph.op("Erf", value)
-    return result if keeps("Erf", math.nan, dtype) else graph.op("Where", graph.op("IsNaN", value), value, result)
+def erf_of(x: Term) -> Term:
+    """Return the error function. Some runtimes give 1 for that of NaN."""
+    result = x.op("Erf")
+    return result if keeps("Erf", math.nan, x.dtype) else x.where(x.is_nan(), result)
 
 
 @lowers(aten.erf.default)
-def erf(graph: OnnxGraph, operand: Operand) -> Any:
-    return erf_of(graph, graph.cast(operand, graph.result.dtype), graph.result.dtype)
+def erf(graph: OnnxGraph, operand: Operand) -> Result:
+    return erf_of(term(graph, operand, graph.result.dtype))
 
 
-def log1p_of(graph: OnnxGraph, value: Any, dtype: torch.dtype) -> Any:
-    """log(1 + x), exact for small x: the error of rounding 1 + x is divided out."""
-    one = graph.scalar(1, dtype)
-    sum_ = graph.op("Add", value, one)
-    log = graph.op("Log", sum_)
-    mended = graph.op("Mul", log, graph.op("Div", value, graph.op("Sub", sum_, one)))
-    no_mending = graph.op("Equal", sum_, value)  # infinity, and where 1 is lost
-    return graph.op("Where", graph.op("Equal", sum_, one), value, graph.op("Where", no_mending, log, mended))
+def log1p_of(x: Term) -> Term:
+    """Return log(1 + x), exact for small x: the error of rounding 1 + x is divided out."""
+    above = x + 1
+    plain = log(above)
+    exact = plain * (x / (above - 1))
+    loses_one = above.equals(x)  # infinity, and numbers beside which 1 is lost
+    return x.where(above.equals(1), plain.where(loses_one, exact))
 
 
 @lowers(aten.log1p.default)
-def log1p(graph: OnnxGraph, operand: Operand) -> Any:
-    return log1p_of(graph, graph.cast(operand, graph.result.dtype), graph.result.dtype)
+def log1p(graph: OnnxGraph, operand: Operand) -> Result:
+    return log1p_of(term(graph, operand, graph.result.dtype))
 
 
-def expm1_of(graph: OnnxGraph, value: Any, dtype: torch.dtype) -> Any:
-    """exp(x) - 1, exact for small x: tanh(x / 2) * (exp(x) + 1), and where exp(x) is large, the plain difference."""
-    one = graph.scalar(1, dtype)
-    power = graph.op("Exp", value)
-    half = graph.op("Tanh", graph.op("Mul", value, graph.scalar(0.5, dtype)))
-    small = graph.op("Less", graph.op("Abs", value), one)
-    return graph.op("Where", small, graph.op("Mul", half, graph.op("Add", power, one)), graph.op("Sub", power, one))
+def expm1_of(x: Term) -> Term:
+    """Return exp(x) - 1, exact for small x: tanh(x / 2) * (exp(x) + 1), and the plain difference elsewhere."""
+    power = exp(x)
+    return (tanh(x * 0.5) * (power + 1)).where(abs(x) < 1, power - 1)
 
 
 @lowers(aten.expm1.default)
-def expm1(graph: OnnxGraph, operand: Operand) -> Any:
-    return expm1_of(graph, graph.cast(operand, graph.result.dtype), graph.result.dtype)
+def expm1(graph: OnnxGraph, operand: Operand) -> Result:
+    return expm1_of(term(graph, operand, graph.result.dtype))
 
 
-def _scaled(op_type: str | None, factor: float) -> Any:
-    def lowering(graph: OnnxGraph, operand: Operand) -> Any:
-        dtype = graph.result.dtype
-        value = graph.cast(operand, dtype)
-        return graph.op("Mul", graph.op(op_type, value) if op_type else value, graph.scalar(factor, dtype))
+def _scaled(op_type: str | None, factor: float) -> Lowering:
+    def lowering(graph: OnnxGraph, operand: Operand) -> Result:
+        x = term(graph, operand, graph.result.dtype)
+        return (x.op(op_type) if op_type else x) * factor
 
     return lowering
 
@@ -181,7 +175,7 @@ for target, (function, factor) in {
 
 
 @lowers(aten.exp2.default)
-def exp2(graph: OnnxGraph, operand: Operand) -> Any:
+def exp2(graph: OnnxGraph, operand: Operand) -> Result:
     dtype = graph.result.dtype
     return graph.op("Pow", graph.scalar(2, dtype), graph.cast(operand, dtype))
 
@@ -189,7 +183,7 @@ def exp2(graph: OnnxGraph, operand: Operand) -> Any:
 @lowers(aten.nan_to_num.default)
 def nan_to_num(
     graph: OnnxGraph, operand: Operand, nan: float | None = None, high: float | None = None, low: float | None = None
-) -> Any:
+) -> Result:
     dtype = operand.dtype
     if not dtype.is_floating_point:
         return operand.value
@@ -206,8 +200,8 @@ def nan_to_num(
     return value
 
 
-def _test(op_type: str) -> Any:
-    def lowering(graph: OnnxGraph, operand: Operand) -> Any:
+def _test(op_type: str) -> Lowering:
+    def lowering(graph: OnnxGraph, operand: Operand) -> Result:
         if not operand.dtype.is_floating_point:
             raise NotLowerable("a test for NaN or infinity among integers")
         return graph.op(op_type, operand)

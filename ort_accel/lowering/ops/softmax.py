@@ -1,26 +1,25 @@
-"""Softmax in its forms, and the gradients."""
+"""Softmax, log-softmax and their gradients."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
-from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, axis
+from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, Value, axis
 from ort_accel.lowering.registry import lowers
 
 aten = torch.ops.aten
 
 
 @lowers(aten._softmax.default)
-def softmax(graph: OnnxGraph, operand: Operand, dim: int, half_to_float: bool) -> Any:
+def softmax(graph: OnnxGraph, operand: Operand, dim: int, half_to_float: bool) -> Value:
     return graph.op("Softmax", graph.cast(operand, graph.result.dtype), axis=axis(dim, operand.ndim))
 
 
 @lowers(aten._safe_softmax.default)
-def safe_softmax(graph: OnnxGraph, operand: Operand, dim: int, dtype: torch.dtype | None = None) -> Any:
-    """A softmax that gives zeros, not NaN, where all of a row is -inf."""
+def safe_softmax(graph: OnnxGraph, operand: Operand, dim: int, dtype: torch.dtype | None = None) -> Value:
+    """Return zeros, not NaN, where all of a row is -inf."""
     dim = axis(dim, operand.ndim)
     value, lowest = graph.cast(operand, graph.result.dtype), graph.scalar(-math.inf, graph.result.dtype)
     largest = graph.op("ReduceMax", value, graph.ints([dim]), keepdims=1)
@@ -30,7 +29,7 @@ def safe_softmax(graph: OnnxGraph, operand: Operand, dim: int, dtype: torch.dtyp
 
 
 @lowers(aten._log_softmax.default)
-def log_softmax(graph: OnnxGraph, operand: Operand, dim: int, half_to_float: bool) -> Any:
+def log_softmax(graph: OnnxGraph, operand: Operand, dim: int, half_to_float: bool) -> Value:
     value, dim = graph.cast(operand, graph.result.dtype), axis(dim, operand.ndim)
     if graph.result.dtype != torch.float64 or not operand.ndim:
         return graph.op("LogSoftmax", value, axis=dim)
@@ -41,7 +40,7 @@ def log_softmax(graph: OnnxGraph, operand: Operand, dim: int, half_to_float: boo
 
 
 @lowers(aten._softmax_backward_data.default)
-def softmax_backward(graph: OnnxGraph, grad: Operand, output: Operand, dim: int, dtype: torch.dtype) -> Any:
+def softmax_backward(graph: OnnxGraph, grad: Operand, output: Operand, dim: int, dtype: torch.dtype) -> Value:
     if graph.result.dtype != output.dtype:
         raise NotLowerable("the gradient of a softmax that widened its input")
     weighted = graph.op("Mul", grad, output)
@@ -49,13 +48,13 @@ def softmax_backward(graph: OnnxGraph, grad: Operand, output: Operand, dim: int,
 
 
 @lowers(aten._log_softmax_backward_data.default)
-def log_softmax_backward(graph: OnnxGraph, grad: Operand, output: Operand, dim: int, dtype: torch.dtype) -> Any:
+def log_softmax_backward(graph: OnnxGraph, grad: Operand, output: Operand, dim: int, dtype: torch.dtype) -> Value:
     if graph.result.dtype != output.dtype:
         raise NotLowerable("the gradient of a softmax that widened its input")
     return graph.op("Sub", grad, graph.op("Mul", graph.op("Exp", output), _total(graph, grad.value, output, dim)))
 
 
-def _total(graph: OnnxGraph, value: Any, like: Operand, dim: int) -> Any:
+def _total(graph: OnnxGraph, value: Value, like: Operand, dim: int) -> Value:
     if not like.ndim:
         return value
     return graph.op("ReduceSum", value, graph.ints([axis(dim, like.ndim)]), keepdims=1)

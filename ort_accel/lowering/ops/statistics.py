@@ -1,10 +1,9 @@
-"""Variances, deviations and the lengths of vectors."""
+"""Variances, standard deviations and norms of vectors."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -12,54 +11,56 @@ from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, axis
 from ort_accel.lowering.ops.elementwise import root_of
 from ort_accel.lowering.ops.reductions import Dims, extreme_of, not_empty, reduce
 from ort_accel.lowering.registry import lowers
+from ort_accel.lowering.term import Result, Term, term
 
 aten = torch.ops.aten
 
 
-def _variance(graph: OnnxGraph, operand: Operand, dims: Dims, correction: float | None, keepdim: bool) -> Any:
-    """Variance and mean."""
+def _variance(
+    graph: OnnxGraph, operand: Operand, dims: Dims, correction: float | None, keepdim: bool
+) -> tuple[Term, Result]:
+    """Return variance and mean."""
     not_empty(operand)
     ndim, dtype = operand.ndim, operand.dtype
     if ndim == 0:
         raise NotLowerable("the variance of a single number")
-    mean = reduce(graph, "ReduceMean", operand, ndim, dims, True)
-    deviation = graph.op("Sub", operand, mean)
-    total = reduce(graph, "ReduceSum", graph.op("Mul", deviation, deviation), ndim, dims, keepdim)
+    mean = Term(graph, reduce(graph, "ReduceMean", operand, ndim, dims, True), dtype)
+    deviation = term(graph, operand) - mean
+    total = Term(graph, reduce(graph, "ReduceSum", deviation * deviation, ndim, dims, keepdim), dtype)
     axes = [axis(dim, ndim) for dim in dims] if dims else range(ndim)
-    count: Any = math.prod(operand.shape[dim] for dim in axes)
-    lost = graph.scalar(1 if correction is None else correction, dtype)
-    free = graph.op("Max", graph.op("Sub", graph.scalar(count, dtype), lost), graph.scalar(0, dtype))
+    count = Term(graph, graph.scalar(math.prod(operand.shape[dim] for dim in axes), dtype), dtype)
+    degrees_of_freedom = (count - (1 if correction is None else correction)).op("Max", 0)
     average = mean if keepdim else reduce(graph, "ReduceMean", operand, ndim, dims, False)
-    return graph.op("Div", total, free), average
+    return total / degrees_of_freedom, average
 
 
 @lowers(aten.var.correction)
 def var(
     graph: OnnxGraph, operand: Operand, dims: Dims = None, *, correction: float | None = None, keepdim: bool = False
-) -> Any:
+) -> Result:
     return _variance(graph, operand, dims, correction, keepdim)[0]
 
 
 @lowers(aten.std.correction)
 def std(
     graph: OnnxGraph, operand: Operand, dims: Dims = None, *, correction: float | None = None, keepdim: bool = False
-) -> Any:
-    return root_of(graph, _variance(graph, operand, dims, correction, keepdim)[0], operand.dtype)
+) -> Result:
+    return root_of(_variance(graph, operand, dims, correction, keepdim)[0])
 
 
 @lowers(aten.var_mean.correction)
 def var_mean(
     graph: OnnxGraph, operand: Operand, dims: Dims = None, *, correction: float | None = None, keepdim: bool = False
-) -> Any:
+) -> tuple[Result, Result]:
     return _variance(graph, operand, dims, correction, keepdim)
 
 
 @lowers(aten.std_mean.correction)
 def std_mean(
     graph: OnnxGraph, operand: Operand, dims: Dims = None, *, correction: float | None = None, keepdim: bool = False
-) -> Any:
+) -> tuple[Result, Result]:
     variance, average = _variance(graph, operand, dims, correction, keepdim)
-    return root_of(graph, variance, operand.dtype), average
+    return root_of(variance), average
 
 
 @lowers(aten.linalg_vector_norm.default)
@@ -71,7 +72,7 @@ def vector_norm(
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
-) -> Any:
+) -> Result:
     not_empty(operand)
     fake = operand.fake.to(graph.result.dtype)
     length = Operand(graph.op("Abs", graph.cast(operand, graph.result.dtype)), fake)
@@ -80,7 +81,7 @@ def vector_norm(
     return _power_norm(graph, length, order, dims, keepdim)
 
 
-def _power_norm(graph: OnnxGraph, length: Operand, order: float, dims: Dims, keepdim: bool) -> Any:
+def _power_norm(graph: OnnxGraph, length: Operand, order: float, dims: Dims, keepdim: bool) -> Result:
     dtype = length.dtype
     if order == 0:
         there = graph.op("Not", graph.op("Equal", length, graph.scalar(0, dtype)))
@@ -88,9 +89,8 @@ def _power_norm(graph: OnnxGraph, length: Operand, order: float, dims: Dims, kee
     if order == 1:
         return reduce(graph, "ReduceSum", length, length.ndim, dims, keepdim)
     if order == 2:
-        return root_of(
-            graph, reduce(graph, "ReduceSum", graph.op("Mul", length, length), length.ndim, dims, keepdim), dtype
-        )
+        squares = reduce(graph, "ReduceSum", graph.op("Mul", length, length), length.ndim, dims, keepdim)
+        return root_of(Term(graph, squares, dtype))
     power = graph.op("Pow", length, graph.scalar(order, dtype))
     total = reduce(graph, "ReduceSum", power, length.ndim, dims, keepdim)
     return graph.op("Pow", total, graph.scalar(1 / order, dtype))
@@ -99,5 +99,5 @@ def _power_norm(graph: OnnxGraph, length: Operand, order: float, dims: Dims, kee
 @lowers(aten.norm.ScalarOpt_dim, aten.norm.Scalar)
 def norm(
     graph: OnnxGraph, operand: Operand, order: float | None, dims: Sequence[int] = (), keepdim: bool = False
-) -> Any:
+) -> Result:
     return vector_norm(graph, operand, 2 if order is None else order, dims or None, keepdim)
