@@ -18,6 +18,7 @@ from ort_accel.partition.segments import cut
 from ort_accel.reporting import Reason
 from tests.partition.test_segments import graph_of
 from tests.recompute.models import ALIKE, ALL_ROWS, NAMES, assert_same_bits, one_step, plain, recorded
+from tests.tiers import mostly_long
 
 aten = torch.ops.aten
 
@@ -119,7 +120,7 @@ def predicted(memory: GraphMemory) -> int:
     return memory.frontier[-1].bytes - memory.frontier[-1].resident
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_long(NAMES, "bert", "t5"))
 def test_a_step_takes_no_more_memory_and_changes_no_bit(name, monkeypatch):
     monkeypatch.setattr(delay_large_values, "LARGE_BYTES", inf)
     together = one_step(name, {"level": 1}, rows=64, **STATS)
