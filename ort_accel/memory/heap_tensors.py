@@ -23,7 +23,7 @@ def unfilled(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Returns an uninitialized tensor on the CPU.
 
     PyTorch asks for aligned memory. Before version 2.39, glibc cuts an aligned block out of a larger one and does not
-    merge the rest with it again, so that the freed block is too small for the next one of its size. The block here is
+    merge the rest with it again. The freed block is then too small for the next one of its size. The block here is
     larger by the alignment, and the tensor begins at the aligned address within it.
     """
     size = math.prod(shape) * dtype.itemsize

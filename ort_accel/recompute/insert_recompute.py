@@ -20,7 +20,7 @@ def insert_recompute(joint: fx.Graph, recomputed: Collection[fx.Node] = ()) -> l
     """Let the backward recompute its views and the given operators of the forward before it reads them.
 
     Returns the copies of the operators, named `..._recompute`. A copy stands right before its first reader and runs
-    after the operators that its reader depends on, so that its value lives as short as possible.
+    after the operators that its reader depends on. Its value then lives as short as possible.
     """
     backward = backward_nodes(joint)
     inside, operators = set(backward), set(recomputed)
