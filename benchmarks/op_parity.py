@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
 from ort_accel.compiler.backend import Backend
+from ort_accel.compiler.settings import resolve
 from ort_accel.config import load_config
 from ort_accel.reporting import Report, Runner
 
@@ -220,12 +220,12 @@ def _near(actual: Any, expected: Any, exact: Any) -> bool:
 def ort_backend(report: Report, device: torch.device = CPU) -> Backend:
     """The backend, with ONNX Runtime made to run whatever has a lowering, and to fail aloud."""
     config = load_config({"version": 1, "engine": {"fallback": "report", "threads": 1}})
-    backend = Backend(config, report, device, sees_steps=False)
+    backend = Backend(resolve(config, device, sees_steps=False), report)
 
     def fail(*what: Any) -> NoReturn:
         raise what[-1]
 
-    backend.lowering = dataclasses.replace(backend.lowering, failed=fail, for_speed=False)
+    backend.lowering.change(failed=fail, for_speed=False)
     backend.policy.not_compiled = fail  # type: ignore[method-assign]
     return backend
 

@@ -16,6 +16,7 @@ from ort_accel.compiler.backend import Backend
 from ort_accel.compiler.device_placement import device_of
 from ort_accel.compiler.layer_by_layer import LayeredCall, is_sharded, kinds_of, layers_of
 from ort_accel.compiler.module_call import CompiledCall, ModelCall, OutsideLoss
+from ort_accel.compiler.settings import resolve
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.observe.density import DensityInspector
@@ -50,7 +51,7 @@ def accelerate(model: Model, config: ConfigSource = None) -> Model:
         accelerate_layers(model, settings, layers)
         report(model).note(f"FSDP2 shards this model, and {kinds_of(layers)} run on ONNX Runtime one by one")
     elif settings.engine.enabled:
-        model._compiled_call_impl = CompiledCall(model, Backend(settings, Report(), device))
+        model._compiled_call_impl = CompiledCall(model, Backend(resolve(settings, device), Report()))
     return model
 
 
@@ -69,7 +70,7 @@ def accelerate_layers(
     _refuse(model)
     device = device_of(model)
     restore(model)
-    backend = Backend(config, Report(), device, parameters_stay=False, zero3=zero3, sees_steps=False)
+    backend = Backend(resolve(config, device, parameters_stay=False, zero3=zero3, sees_steps=False), Report())
     if config.compute.loss_only == "auto":
         backend.report.off("compute.loss_only", "layers run one by one, and none gives logits beside a loss")
     model._compiled_call_impl = LayeredCall(model, backend, layers, undo)

@@ -15,9 +15,9 @@ from ort_accel.autotune.time_matmuls import Products
 from ort_accel.graph.nodes import fakes_in
 from ort_accel.lowering.onnx_graph import HALVES
 from ort_accel.operators.flops import flops
+from ort_accel.operators.powers import is_long_power
 from ort_accel.partition.assign import Refusal
 from ort_accel.partition.known_slow_ops import WORTH_A_CROSSING
-from ort_accel.partition.powers import is_long_power
 from ort_accel.partition.segments import Assignment, readers_of
 from ort_accel.reporting import Reason, Runner
 

@@ -1,128 +1,79 @@
-"""The whole way of one graph: decide, cut, build each segment, and string them together."""
+"""Compiles an ATen graph into a program: runs the last passes, assigns operators, cuts and builds segments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any
 
+import torch
 from torch import fx
+from torch.fx.node import Argument
 
-from ort_accel.autotune.cost_model import Estimator
-from ort_accel.autotune.time_attention import Attention
-from ort_accel.autotune.time_matmuls import Products
-from ort_accel.autotune.tuner import Tuner
+from ort_accel.compiler.lowering import Lowering
 from ort_accel.executor.matmul_segment import TwoWays
 from ort_accel.executor.ort_segment import OrtSegment, Results, Twin, build, lie_in_pool, ort_makes_results
 from ort_accel.executor.program import SIZE, Program, Step, mark_last_uses
 from ort_accel.executor.reuse_operands import is_own
 from ort_accel.executor.torch_segment import PyTorchSegment
+from ort_accel.graph.meta_keys import CAST_OF
 from ort_accel.graph.nodes import count_ops, is_part, is_size, is_view, op_name, returned, tensors_of, user_line
 from ort_accel.graph.symbolic_sizes import SizeFunction, SymbolSource, expression
 from ort_accel.operators.flops import flops
-from ort_accel.partition.assign import Assigner, Refusal, short
+from ort_accel.partition.assign import Refusal, short
 from ort_accel.partition.delay_large_values import keep_apart
 from ort_accel.partition.merge_small_segments import merge_islands
 from ort_accel.partition.segments import Assignment, Body, Cut, assign, body_of, cut
 from ort_accel.partition.split_at_gradients import Gradients, due, split
-from ort_accel.passes.fuse import fuse
-from ort_accel.passes.hoist_weight_casts import CopiesOfWeights, WeightCast, take_out
-from ort_accel.passes.remove_double_transpose import without_detours
+from ort_accel.passes.pipeline import Stage, run_passes
 from ort_accel.reporting import Reason, Report, Runner, Segment
 from ort_accel.runtime.crash_journal import EndedBefore
 from ort_accel.runtime.gradient_release import Leaves
-from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.weight_copies import WeightCopies
 
-LEFT = "left"
-"""Marks the registers of what is left of gradients: what could not be handed over."""
-
-
-@dataclass
-class Lowering:
-    """What lowering needs to know, the same for all graphs of a model."""
-
-    sessions: Sessions
-    opset: int
-    report: Report
-    unwanted: frozenset[str] = frozenset()
-    failed: Callable[[Exception], bool] = lambda _: True
-    """Told of a segment that failed at run time where PyTorch did not; says whether to try it again."""
-    changed: Callable[[], None] = lambda: None
-    """Told when another library takes work over, so that what the first one held can go."""
-    before_segments: Callable[[], None] = lambda: None
-    """Called before each segment runs."""
-    for_speed: bool = True
-    """Let PyTorch run what it runs faster. Without it, ONNX Runtime runs all that it can."""
-    fusions: bool = True
-    """Join operators that ONNX Runtime does not join by itself."""
-    tuner: Tuner | None = None
-    """Chooses by measurement between what ONNX Runtime and PyTorch both can run."""
-    estimator: Estimator | None = None
-    """Chooses by yardsticks where there is no tuner."""
-    products: Products | None = None
-    """Knows which products of PyTorch's oneDNN runs faster."""
-    attention: Attention | None = None
-    """Knows which attentions of PyTorch's run faster as products."""
-    copies: WeightCopies | None = None
-    """Keeps autocast's copies of weights."""
-    leaves: Leaves | None = None
-    """Gives parameters their gradients before the backward ends."""
-    pool_from: float = 0
-    """From so many bytes on, a result lies in memory of ONNX Runtime's pool. Smaller ones that leave a segment lie in
-    PyTorch's, where others can come after them."""
-    assigner: Assigner = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.assigner = Assigner(self.opset, self.sessions, self.unwanted, self.for_speed)
-        if self.estimator is not None:
-            self.assigner.estimated = self.estimator.decides
-
-    def change(self, **fields: Any) -> None:
-        """Take other values for some fields, for the graphs that are still to come."""
-        vars(self).update(vars(replace(self, **fields)))
+IsLasting = Callable[[fx.Node], bool]
+"""Tells the graph inputs whose memory usually stays in place from step to step."""
 
 
 def lower_graph(
     module: fx.GraphModule,
     lowering: Lowering,
     name: str,
-    bound: Callable[[fx.Node], bool] = lambda _: False,
+    is_lasting: IsLasting = lambda _: False,
     gradients: Gradients = (),
 ) -> Program:
-    """Turn a functional ATen graph into a program.
-
-    `bound` tells inputs that usually stay at their place, `gradients` what a backward's outputs are the gradients of.
-    """
-    _simplify(module.graph, lowering, lowering.report)
-    casts = take_out(module.graph, bound) if lowering.copies and name.startswith("forward") else []
+    """Compile a functional ATen graph; `gradients` tells what a backward's outputs are the gradients of."""
+    options = lowering.passes
+    if lowering.copies and name.startswith("forward"):
+        options = replace(options, is_cached_weight=is_lasting)
+    run_passes(module.graph, Stage.SEGMENTS, options, lowering.report)
     with lowering.report.timed("assign operators", name):
         assignment = _assignment(module.graph, lowering)
     if lowering.tuner is not None:
         with lowering.report.timed("tune", name):
-            trial = replace(lowering, sessions=lowering.sessions.without_trace(), failed=_fail)
-            make = partial(_trial, module, trial, name, bound)
-            assignment = lowering.tuner.choose(module, name, assignment, make)
+            trial = replace(lowering, sessions=lowering.sessions.without_trace(), failed=_raise)
+            build_trial = partial(_trial, module, trial, name, is_lasting)
+            assignment = lowering.tuner.choose(module, name, assignment, build_trial)
     cuts = _cuts(module.graph, assignment, lowering, gradients)
     with lowering.report.timed("build sessions", name):
-        assembly = _Assembly(module, lowering, name, bound, assignment, cuts)
-        program = assembly.program(casts, gradients)
-    lowering.report.segments += assembly.records
-    _record(assignment, lowering.report)
+        builder = _ProgramBuilder(module, lowering, name, is_lasting, assignment, cuts)
+        program = builder.program(gradients)
+    lowering.report.segments += builder.records
+    for node, refusal in assignment.refusals.items():
+        lowering.report.fallback(op_name(node), refusal.reason, refusal.detail, where=user_line(node))
     return program
 
 
-def _simplify(graph: fx.Graph, lowering: Lowering, report: Report) -> None:
-    without_detours(graph)
-    if lowering.fusions:
-        fuse(graph, report)
+def foreseen(module: fx.GraphModule, gradients: Gradients, lowering: Lowering) -> list[Cut]:
+    """Returns the segments that a graph would be cut into, without timing anything. The graph is rewritten."""
+    run_passes(module.graph, Stage.SEGMENTS, lowering.passes, Report())
+    return _cuts(module.graph, _assignment(module.graph, lowering), lowering, gradients)
 
 
 def _assignment(graph: fx.Graph, lowering: Lowering) -> Assignment:
-    found = assign(graph, lowering.assigner.refusal)
-    return found if lowering.estimator is None else lowering.estimator.divided(found)
+    assignment = assign(graph, lowering.assigner.refusal)
+    return assignment if lowering.estimator is None else lowering.estimator.divided(assignment)
 
 
 def _cuts(graph: fx.Graph, assignment: Assignment, lowering: Lowering, gradients: Gradients = ()) -> list[Cut]:
@@ -135,20 +86,15 @@ def _cuts(graph: fx.Graph, assignment: Assignment, lowering: Lowering, gradients
     return split(cuts, graph, assignment.free, gradients) if gradients else cuts
 
 
-def foreseen(module: fx.GraphModule, gradients: Gradients, lowering: Lowering) -> list[Cut]:
-    """The segments that a graph would be cut into, without measuring anything. The graph is rewritten on the way."""
-    _simplify(module.graph, lowering, Report())
-    return _cuts(module.graph, _assignment(module.graph, lowering), lowering, gradients)
-
-
 def _trial(
-    module: fx.GraphModule, lowering: Lowering, name: str, bound: Callable[[fx.Node], bool], assignment: Assignment
+    module: fx.GraphModule, lowering: Lowering, name: str, is_lasting: IsLasting, assignment: Assignment
 ) -> Program:
-    """A program to be timed, which leaves no trace in the report, the cache or the folder of models."""
-    return _Assembly(module, lowering, name, bound, assignment, _cuts(module.graph, assignment, lowering)).program()
+    """Returns a program to be timed, which leaves no trace in the report, the cache or the folder of models."""
+    cuts = _cuts(module.graph, assignment, lowering)
+    return _ProgramBuilder(module, lowering, name, is_lasting, assignment, cuts).program()
 
 
-def _fail(error: Exception) -> bool:
+def _raise(error: Exception) -> bool:
     raise error
 
 
@@ -158,64 +104,61 @@ def _refusal(error: Exception) -> Refusal:
     return Refusal(Reason.FAILED, f"when it was compiled: {short(error)}")
 
 
-def _record(assignment: Assignment, report: Report) -> None:
-    for refused, refusal in assignment.refusals.items():
-        report.fallback(op_name(refused), refusal.reason, refusal.detail, where=user_line(refused))
-
-
-class _Assembly:
-    """Numbers the values that pass between segments, and builds each segment."""
+class _ProgramBuilder:
+    """Numbers the registers of values that pass between segments, and builds each segment."""
 
     def __init__(
         self,
         module: fx.GraphModule,
         lowering: Lowering,
         name: str,
-        bound: Callable[[fx.Node], bool],
+        is_lasting: IsLasting,
         assignment: Assignment,
         cuts: list[Cut],
     ) -> None:
-        self._module, self._lowering, self._name, self._bound = module, lowering, name, bound
+        self._module, self._lowering, self._name, self._is_lasting = module, lowering, name, is_lasting
         self._assignment, self._free, self._cuts = assignment, assignment.free, cuts
         self.records = [Segment(name, c.runner, count_ops(c.nodes), sum(map(flops, c.nodes))) for c in cuts]
-        self._register: dict[Any, int] = {}
-        self._place = {node: position for position, node in enumerate(module.graph.nodes)}
+        self._registers: dict[fx.Node, int] = {}
+        self._not_handed_over: dict[int, int] = {}
+        """By the position of a gradient among the outputs, the register of what its parameter did not take."""
 
-    def program(self, casts: Sequence[WeightCast] = (), gradients: Gradients = ()) -> Program:
-        """What runs the graph; the copies of weights are made first, and gradients leave when they can."""
+    def program(self, gradients: Gradients = ()) -> Program:
+        """Returns the program: it casts weights first, and hands gradients over as soon as nothing reads them."""
         placeholders = self._module.graph.find_nodes(op="placeholder")
         symbols = SymbolSource()
         for position, node in enumerate(placeholders):
-            self._register[node] = position
+            self._registers[node] = position
             symbols.learn(position, node.meta.get("val"))
         results = returned(self._module.graph)
-        self._views = self._returned_views(results)
         steps = [self._step(index, item) for index, item in enumerate(self._cuts)]
         if gradients and (leaves := self._lowering.leaves) is not None:
-            steps = self._with_exits(steps, results, gradients, leaves)
-        if casts and (copies := self._lowering.copies) is not None:
-            steps.insert(0, self._copying_step(casts, copies))
-        steps += self._view_step(self._views)
-        outputs = [self._register.get((LEFT, at), self._output(item)) for at, item in enumerate(results)]
+            steps = self._with_hand_overs(steps, results, gradients, leaves)
+        steps = self._weight_cast_step(placeholders) + steps + self._view_step(self._returned_views(results))
+        outputs = [
+            self._not_handed_over[position] if position in self._not_handed_over else self._output(item)
+            for position, item in enumerate(results)
+        ]
         mark_last_uses(steps, {index for index in outputs if index is not None})
-        sizes = SizeFunction(expression(i.meta["val"] if isinstance(i, fx.Node) else i) for i in results if _sized(i))
-        return Program(steps, len(self._register), symbols, outputs, sizes, self._lowering.before_segments)
+        sizes = SizeFunction(expression(i.meta["val"] if isinstance(i, fx.Node) else i) for i in results if _is_size(i))
+        registers = len(self._registers) + len(self._not_handed_over)
+        return Program(steps, registers, symbols, outputs, sizes, self._lowering.before_segments)
 
-    def _returned_views(self, results: Sequence[Any]) -> list[fx.Node]:
-        """Views among the graph's outputs; PyTorch takes them at the end, at no cost."""
+    def _returned_views(self, results: Sequence[Argument]) -> list[fx.Node]:
+        """Returns the views among the graph's outputs, which PyTorch takes at the end at no cost."""
         nodes = [item for item in results if isinstance(item, fx.Node) and item.op != "placeholder"]
         return [node for node in dict.fromkeys(nodes) if node in self._free]
 
     def _view_step(self, views: Sequence[fx.Node]) -> list[Step]:
-        new = [node for node in views if node not in self._register]
+        new = [node for node in views if node not in self._registers]
         return [self._pytorch_step(body_of([], new, self._free), new)] if new else []
 
-    def _with_exits(
-        self, steps: Sequence[Step], results: Sequence[Any], gradients: Gradients, leaves: Leaves
+    def _with_hand_overs(
+        self, steps: Sequence[Step], results: Sequence[Argument], gradients: Gradients, leaves: Leaves
     ) -> list[Step]:
-        """These steps, and between them those that hand gradients over and leave what has to be returned."""
+        """Returns the steps, and between them steps that hand gradients over to their parameters."""
         reads_and_writes = [(step.inputs, step.outputs) for step in steps]
-        leaving = due(self._module.graph, gradients, self._free, reads_and_writes, self._register.__getitem__)
+        leaving = due(self._module.graph, gradients, self._free, reads_and_writes, self._registers.__getitem__)
         tensors = sum(source is not None for source in gradients)
         all_steps: list[Step] = []
         for index, step in enumerate(steps):
@@ -223,96 +166,123 @@ class _Assembly:
             if index not in leaving:
                 continue
             positions = leaving[index]
-            own = [results[position] for position in positions]
-            all_steps += self._view_step(own)
-            reads = [self._register[node] for node in own]
+            nodes = [item for item in map(results.__getitem__, positions) if isinstance(item, fx.Node)]
+            all_steps += self._view_step(nodes)
+            reads = [self._registers[node] for node in nodes]
             for position in positions:
-                self._register[LEFT, position] = len(self._register)
+                self._not_handed_over[position] = len(self._registers) + len(self._not_handed_over)
             edges = [source.edge for source in map(gradients.__getitem__, positions) if source is not None]
             run = partial(_hand_over, leaves, edges, tensors)
-            all_steps.append(Step(run, reads, [self._register[LEFT, position] for position in positions]))
+            all_steps.append(Step(run, reads, [self._not_handed_over[position] for position in positions]))
         return all_steps
 
-    def _wanted(self, index: int, item: Cut) -> list[fx.Node]:
-        """The values of this segment that a later segment or the caller needs."""
-        later, own = self._behind(index), set(item.nodes)
-        repeated = self._free - own
-        values = [value for node in item.nodes for value in tensors_of(node)]
-        return [value for value in dict.fromkeys(values) if _is_needed(value, later, repeated.__contains__)]
+    def _outputs_of(self, index: int) -> list[fx.Node]:
+        """Returns the values of a segment that a later segment or the caller reads."""
+        later, nodes = self._nodes_after(index), self._cuts[index].nodes
+        repeated = self._free - set(nodes)
+        values = [value for node in nodes for value in tensors_of(node)]
+        return [value for value in dict.fromkeys(values) if _is_read(value, later, repeated.__contains__)]
 
-    def _spent(self, index: int, inputs: Sequence[fx.Node]) -> list[fx.Node]:
-        """Of what this segment reads, that which nobody needs afterwards, not even as a view, and whose memory is the
-        program's own. What ONNX Runtime gives may be a constant that all runs share; its products are none."""
-        later, runner = self._behind(index), self._assignment.runner
-        own = [node for node in inputs if node in runner and is_own(node, runner[node])]
-        return [node for node in own if not _is_needed(node, later, lambda user: is_view(user) or is_part(user))]
+    def _dead_inputs(self, index: int, inputs: Sequence[fx.Node]) -> list[fx.Node]:
+        """Returns the inputs of a segment that are dead after it, views included, and whose memory it may overwrite.
 
-    def _behind(self, index: int) -> set[fx.Node]:
+        A result of ONNX Runtime may be a constant that all runs share, so only products of it count.
+        """
+        later, runner = self._nodes_after(index), self._assignment.runner
+        owned = [node for node in inputs if node in runner and is_own(node, runner[node])]
+        return [node for node in owned if not _is_read(node, later, lambda user: is_view(user) or is_part(user))]
+
+    def _nodes_after(self, index: int) -> set[fx.Node]:
         return {node for other in self._cuts[index + 1 :] for node in other.nodes}
 
     def _step(self, index: int, item: Cut) -> Step:
-        wanted = self._wanted(index, item)
-        body = body_of(item.nodes, wanted, self._free)
+        outputs = self._outputs_of(index)
+        body = body_of(item.nodes, outputs, self._free)
         if item.runner is Runner.ORT:
             try:
-                return self._ort_step(index, body, wanted)
-            except Exception as error:  # whatever it is that ONNX Runtime refuses here, PyTorch can run
+                return self._ort_step(index, body, outputs)
+            except Exception as error:  # PyTorch can run whatever ONNX Runtime refuses here
                 refusal = _refusal(error)
                 item.runner = self.records[index].runner = Runner.PYTORCH
                 self._assignment.refusals.update(dict.fromkeys(item.nodes, refusal))
-        return self._pytorch_step(body, wanted, self._spent(index, body.inputs))
+        return self._pytorch_step(body, outputs, self._dead_inputs(index, body.inputs))
 
-    def _ort_step(self, index: int, body: Body, wanted: list[fx.Node]) -> Step:
-        model = build(body, wanted, self._lowering.opset)
-        twin = Twin(body, wanted, self._module)
-        name = f"{self._name} part {index}"
-        in_pool = lie_in_pool(wanted, self._lowering.pool_from)
-        results = ort_makes_results if in_pool else Results(wanted, model.output_orders)
-        lowering, record = self._lowering, self.records[index]
-        segment = OrtSegment(model, lowering.sessions, self._bound, twin, lowering.failed, name, results, record=record)
-        other = self._by_onednn(index, body, wanted)
-        run = segment if other is None else TwoWays(segment, other, body.nodes, lowering.changed, record)
-        return self._numbered(run, segment.inputs, wanted)
+    def _ort_step(self, index: int, body: Body, outputs: list[fx.Node]) -> Step:
+        lowering, record, name = self._lowering, self.records[index], f"{self._name} part {index}"
+        model = build(body, outputs, lowering.opset)
+        twin = Twin(body, outputs, self._module)
+        in_pool = lie_in_pool(outputs, lowering.pool_from)
+        results = ort_makes_results if in_pool else Results(outputs, model.output_orders)
+        segment = OrtSegment(
+            model, lowering.sessions, self._is_lasting, twin, lowering.failed, name, results, record=record
+        )
+        other = self._onednn_segment(index, body, outputs)
+        run = segment if other is None else TwoWays(segment, other, body.nodes, lowering.trim_memory, record)
+        return self._numbered(run, segment.inputs, outputs)
 
-    def _by_onednn(self, index: int, body: Body, wanted: list[fx.Node]) -> PyTorchSegment | None:
-        """The same for sizes that came before; None where that would not be faster."""
+    def _onednn_segment(self, index: int, body: Body, outputs: list[fx.Node]) -> PyTorchSegment | None:
+        """Returns the segment with products in oneDNN, for sizes that come again; None where that is not faster."""
         lowering = self._lowering
         products = lowering.products.for_known_sizes(body.nodes) if lowering.products and lowering.estimator else {}
         computed = [node for node in body.nodes if node not in self._free and not is_part(node)]
         if not products or not lowering.estimator or not lowering.estimator.onednn_pays(computed):
             return None
         lowering.report.counters["products that oneDNN takes over where sizes come again"] += len(products)
-        return self._pytorch_segment(body, wanted, self._spent(index, body.inputs), products)
+        return self._pytorch_segment(body, outputs, self._dead_inputs(index, body.inputs), products)
 
-    def _pytorch_step(self, body: Body, wanted: list[fx.Node], spent: Sequence[fx.Node] = ()) -> Step:
-        known = self._lowering.products, self._lowering.attention
-        better = {node: call for one in known if one for node, call in one.replacements(body.nodes).items()}
-        segment = self._pytorch_segment(body, wanted, spent, better)
-        return self._numbered(segment, segment.inputs, wanted)
+    def _pytorch_step(self, body: Body, outputs: list[fx.Node], dead: Sequence[fx.Node] = ()) -> Step:
+        timers = self._lowering.products, self._lowering.attention
+        faster = {node: call for timer in timers if timer for node, call in timer.replacements(body.nodes).items()}
+        segment = self._pytorch_segment(body, outputs, dead, faster)
+        return self._numbered(segment, segment.inputs, outputs)
 
     def _pytorch_segment(
-        self, body: Body, wanted: list[fx.Node], spent: Sequence[fx.Node], better: Mapping[fx.Node, Any]
+        self,
+        body: Body,
+        outputs: list[fx.Node],
+        dead: Sequence[fx.Node],
+        faster: Mapping[fx.Node, Callable[..., object]],
     ) -> PyTorchSegment:
-        return PyTorchSegment(body, wanted, self._module, self._lowering.pool_from < inf, spent, better)
+        return PyTorchSegment(body, outputs, self._module, self._lowering.pool_from < inf, dead, faster)
 
-    def _copying_step(self, casts: Sequence[WeightCast], copies: WeightCopies) -> Step:
-        reads = [self._register[cast.weight] for cast in casts]
-        return Step(CopiesOfWeights(casts, copies), reads, [self._register[cast.copy] for cast in casts])
+    def _weight_cast_step(self, placeholders: Sequence[fx.Node]) -> list[Step]:
+        """Returns the step that computes the inputs which stand for casts of weights, if the graph has any."""
+        named = {node.name: node for node in placeholders}
+        casts = [node for node in placeholders if CAST_OF in node.meta]
+        if not casts or (copies := self._lowering.copies) is None:
+            return []
+        run = CastWeights(copies, [node.meta["val"].dtype for node in casts])
+        weights = [self._registers[named[node.meta[CAST_OF]]] for node in casts]
+        return [Step(run, weights, [self._registers[node] for node in casts])]
 
-    def _numbered(self, run: Any, inputs: Sequence[fx.Node], wanted: Sequence[fx.Node]) -> Step:
-        reads = [self._register[node] for node in inputs]
-        for node in wanted:
-            self._register.setdefault(node, len(self._register))
-        return Step(run, reads, [self._register[node] for node in wanted])
+    def _numbered(
+        self, run: Callable[..., Sequence[object]], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+    ) -> Step:
+        reads = [self._registers[node] for node in inputs]
+        for node in outputs:
+            self._registers.setdefault(node, len(self._registers) + len(self._not_handed_over))
+        return Step(run, reads, [self._registers[node] for node in outputs])
 
-    def _output(self, item: Any) -> int | None:
+    def _output(self, item: Argument) -> int | None:
+        """Returns the register of an output, `SIZE` for a size, or None for no value."""
         if item is None:
             return None
-        return SIZE if _sized(item) else self._register[item]
+        return self._registers[item] if isinstance(item, fx.Node) and not is_size(item) else SIZE
 
 
-def _is_needed(value: fx.Node, later: set[fx.Node], looks_through: Callable[[fx.Node], bool]) -> bool:
-    """Whether one of those nodes, or the caller, reads a value, or what such users show of it."""
+class CastWeights:
+    """A segment that casts weights, or takes the casts of an earlier micro-batch."""
+
+    def __init__(self, copies: WeightCopies, dtypes: Sequence[torch.dtype]) -> None:
+        self._copies, self._dtypes = copies, dtypes
+
+    def __call__(self, weights: list[torch.Tensor], _: dict[str, int]) -> Sequence[torch.Tensor]:
+        """Returns the casts of these weights."""
+        return self._copies.cast(weights, self._dtypes)
+
+
+def _is_read(value: fx.Node, later: set[fx.Node], looks_through: Callable[[fx.Node], bool]) -> bool:
+    """True if a later node or the caller reads a value, or a view of it that `looks_through` accepts."""
     pending = list(value.users)
     while pending:
         user = pending.pop()
@@ -324,10 +294,10 @@ def _is_needed(value: fx.Node, later: set[fx.Node], looks_through: Callable[[fx.
 
 
 def _hand_over(
-    leaves: Leaves, edges: Sequence[int], tensors: int, gradients: list[Any], _: dict[str, int]
-) -> Sequence[Any]:
+    leaves: Leaves, edges: Sequence[int], tensors: int, gradients: list[object], _: dict[str, int]
+) -> Sequence[object]:
     return leaves.hand_over(gradients, edges, tensors)
 
 
-def _sized(item: Any) -> bool:
+def _is_size(item: Argument) -> bool:
     return isinstance(item, int) or (isinstance(item, fx.Node) and is_size(item))

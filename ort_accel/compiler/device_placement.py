@@ -1,4 +1,4 @@
-"""Which device a model runs on, with which execution provider and whose memory."""
+"""Resolves the device of a model, its execution provider, and the allocator of its memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ort_accel.runtime.installed_ort import Flavor, provider_refusal
 ALLOCATOR = "memory.external_allocator"
 
 POOL_OPTIONS = {"gpu_mem_limit", "arena_extend_strategy"}
-"""Options of ONNX Runtime's own pool of memory."""
+"""Provider options for ONNX Runtime's own memory pool."""
 
-CUDA_WISHES: dict[str, Callable[[Config], bool]] = {
+ASKS_FOR_CUDA: dict[str, Callable[[Config], bool]] = {
     "compute.conv_algorithm": lambda config: config.compute.conv_algorithm == "exhaustive",
     ALLOCATOR: lambda config: config.memory.external_allocator is True,
     "memory.offload": lambda config: config.memory.offload,
 }
-"""Keys that can be obeyed on a CUDA device only, and whether one asks for that."""
+"""Keys that can be obeyed on CUDA devices alone, with the condition under which they ask for one."""
 
 
 def device_of(model: nn.Module) -> device:
-    """The one device that a model's parameters are on; the CPU for a model that has none."""
+    """Returns the device of a model's parameters, or the CPU if there are none; raises if they are on several."""
     found = {parameter.device for parameter in model.parameters()} - {device("meta")}
     kinds = sorted({each.type for each in found})
     if "mps" in kinds:
@@ -41,7 +41,7 @@ def device_of(model: nn.Module) -> device:
 
 
 def place_for(config: Config, runtime: Flavor, where: device) -> Place:
-    """What the sessions of a model compute on that is on this device; what cannot be had there is an error."""
+    """Returns the place where sessions run for a model on a device; raises if the place cannot be had."""
     wish = config.engine.provider
     if wish not in ("auto", where.type):
         raise OrtAccelError(
@@ -56,15 +56,15 @@ def place_for(config: Config, runtime: Flavor, where: device) -> Place:
 
 
 def products_are_tf32() -> bool:
-    """Whether PyTorch's products of single precision are rounded to TF32 first, which ONNX Runtime does by default."""
+    """True if PyTorch rounds operands of float32 products to TF32, which ONNX Runtime does by default."""
     return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
 def _options(config: Config) -> tuple[tuple[str, str], ...]:
-    """What the provider is told by the configuration, as text."""
+    """Returns the provider options that the configuration asks for, as text."""
     given = {
         "cudnn_conv_algo_search": config.compute.conv_algorithm.upper(),
-        "use_tf32": str(int(products_are_tf32())),  # as exact as PyTorch's products
+        "use_tf32": str(int(products_are_tf32())),  # as precise as PyTorch's products
     }
     for name, value in config.engine.provider_options.items():
         given[name] = str(int(value) if isinstance(value, bool) else value)
@@ -74,15 +74,15 @@ def _options(config: Config) -> tuple[tuple[str, str], ...]:
 def _refuse_on_cpu(config: Config) -> None:
     problems = [
         Problem(path, "works on cuda only, and the model is on the CPU; call model.to('cuda') first, or remove the key")
-        for path, is_wanted in CUDA_WISHES.items()
-        if is_wanted(config)
+        for path, asks in ASKS_FOR_CUDA.items()
+        if asks(config)
     ]
     if problems:
         raise ConfigError(problems)
 
 
 def _refuse_without_cuda(runtime: Flavor, place: Place) -> None:
-    """A model on a CUDA device is never run elsewhere without a word."""
+    """Raise if the CUDA provider cannot run on the model's device."""
     begin, leave = f"the model is on {place.device}, but", "or move it: model.to('cpu')"
     if cuda.PROVIDER not in runtime.providers:
         raise OrtAccelError(
@@ -100,18 +100,18 @@ def _refuse_without_cuda(runtime: Flavor, place: Place) -> None:
 
 
 def _shares_memory(config: Config, place: Place) -> bool:
-    """Whether ONNX Runtime takes its memory from PyTorch's allocator."""
+    """True if ONNX Runtime takes its memory from PyTorch's allocator."""
     wish = config.memory.external_allocator
     if wish is False:
         return False
-    reason = against_sharing(place)
+    reason = why_not_shared(place)
     if reason and wish is True:
         raise ConfigError([Problem(ALLOCATOR, f"true, but {reason}; write auto or false")])
     return not reason
 
 
-def against_sharing(place: Place) -> str:
-    """Why ONNX Runtime keeps a pool of its own; empty where nothing speaks for that."""
+def why_not_shared(place: Place) -> str:
+    """Returns why ONNX Runtime keeps a pool of its own; empty if it need not."""
     if pool := POOL_OPTIONS & set(dict(place.options)):
         return f"engine.provider_options has {', '.join(sorted(pool))} for a pool of ONNX Runtime's own"
     if not cuda.is_on_default_stream(place.index):

@@ -1,102 +1,24 @@
-"""What this version does with every switch of the configuration. None is without effect and without a word."""
+"""Records in the report what each switch of the configuration does: applied, off or refused."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
-from difflib import get_close_matches
 from operator import attrgetter
 
 import torch
 
 import ort_accel
-from ort_accel.compiler.cuda_features import NO_TRITON, record_cuda
-from ort_accel.compiler.runtime_settings import divides_alike, opset
+from ort_accel.compiler.device_placement import why_not_shared
+from ort_accel.compiler.refusals import NO_TRITON
+from ort_accel.compiler.settings import Settings
 from ort_accel.config import Config
 from ort_accel.errors import ConfigError, Problem
-from ort_accel.passes.lower_precision import MOVABLE
 from ort_accel.reporting import Report
-from ort_accel.runtime.installed_ort import Flavor
-from ort_accel.runtime.session import SessionSettings
 
 UNSEEN = "no batch has been seen yet"
-"""Why rows and logits are not left out before anything is known of them."""
+"""The reason why rows and logits are not left out before the first batch."""
 
-OBEYED = (
-    "version",
-    "engine.enabled",
-    "engine.runtime",
-    "engine.provider",
-    "engine.provider_options",
-    "engine.threads",
-    "engine.dynamic_shapes",
-    "engine.compile_evaluation",
-    "engine.compare_with_eager",
-    "engine.fallback",
-    "engine.fallback_retry",
-    "engine.run_in_pytorch",
-    "engine.opset",
-    "engine.cache_dir",
-    "engine.save_onnx",
-    "engine.onnx_prefix",
-    "engine.deterministic",
-    "engine.custom_autograd",
-    "engine.allow_checkpoint",
-    "precision.cast_propagation.level",
-    "precision.cast_propagation.strategy",
-    "precision.cast_propagation.allow",
-    "precision.cache_cast_weights",
-    "compute.placement",
-    "compute.fusions",
-    "compute.attention",
-    "compute.upstream",
-    "compute.loss_only",
-    "compute.loss_in_graph",
-    "compute.conv_algorithm",
-    "compute.triton.enabled",
-    "compute.triton.ops_file",
-    "compute.triton.debug",
-    "density.labels",
-    "density.padding",
-    "density.threshold",
-    "compute.tuning.enabled",
-    "compute.tuning.max_duration_ms",
-    "compute.tuning.results",
-    "optimizer.name",
-    "optimizer.mode",
-    "optimizer.step_in_backward",
-    "optimizer.fp16.enabled",
-    "optimizer.fp16.initial_scale",
-    "optimizer.fp16.growth_factor",
-    "optimizer.fp16.backoff_factor",
-    "optimizer.fp16.window",
-    "optimizer.fp16.hysteresis",
-    "optimizer.fp16.min_scale",
-    "optimizer.fp16.replace_checks",
-    "distributed.zero3",
-    "distributed.load_balancing.enabled",
-    "distributed.load_balancing.complexity",
-    "distributed.load_balancing.group_size",
-    "distributed.load_balancing.random_level",
-    "distributed.load_balancing.seed",
-    "distributed.load_balancing.drop_last",
-    "density.inspect",
-    "density.inspect_every",
-    "memory.level",
-    "memory.plans",
-    "memory.plan_file",
-    "memory.probe",
-    "memory.external_allocator",
-    "memory.budget",
-    "memory.early_gradient_release",
-    "memory.offload",
-    "observe.log_level",
-    "observe.metrics",
-    "observe.report_file",
-    "observe.memory_stats",
-    "observe.activation_statistics",
-)
-"""Keys whose every value is obeyed, or refused where it is read."""
+ON_CPU = "for CUDA devices; the model is on the CPU"
 
 ONE_CAST = "a tensor is cast into a type once, and not into a wider type and back"
 
@@ -105,30 +27,11 @@ FUSED = (
     "precision where its 16-bit kernels are slower"
 )
 
-TRITON: dict[str, Callable[[Config], bool]] = {
-    "compute.triton.enabled": lambda config: config.compute.triton.enabled is True,
-    "compute.triton.ops_file": lambda config: config.compute.triton.ops_file is not None,
-    "compute.triton.debug": lambda config: config.compute.triton.debug,
-}
-"""Wishes for kernels that are not generated."""
 
-
-def refuse_missing(config: Config) -> None:
-    """Raise a `ConfigError` that lists every wish this version cannot obey."""
-    problems = [problem for problem in (_immovable(config), _unknown_operators(config)) if problem is not None]
-    problems += [Problem(path, f"{NO_TRITON}; remove the key") for path, wish in TRITON.items() if wish(config)]
-    if problems:
-        raise ConfigError(problems)
-
-
-def record_features(
-    config: Config, runtime: Flavor, settings: SessionSettings, report: Report, partitioned: bool = False
-) -> None:
-    """Write into the report what is on, off and refused.
-
-    `partitioned` says that ZeRO stage 3 has spread the parameters of the model over several processes.
-    """
-    _record_zero3(config, partitioned, report)
+def record_features(settings: Settings, report: Report) -> None:
+    """Record all switches, the configuration and the versions of what is installed."""
+    config, runtime = settings.config, settings.runtime
+    _record_zero3(settings, report)
     report.versions |= {
         "ort_accel": ort_accel.__version__,
         "torch": str(torch.__version__),
@@ -136,9 +39,9 @@ def record_features(
         "python": platform.python_version(),
     }
     report.config = config.to_dict()
-    record_settings(config, runtime, settings, report)
+    record_settings(settings, report)
     _record_engine(config, report)
-    record_cuda(config, settings.place, report)
+    _record_cuda(settings, report)
     _record_optimizer(config, report)
     _record_trainers(config, report)
     every = f"the density table, every {config.density.inspect_every} batches" if config.density.inspect else ""
@@ -147,47 +50,22 @@ def record_features(
     written = f"written to {file} when training ends; without a Trainer, when the program ends" if file else ""
     _record_wish("observe.report_file", written, report)
     _record_skipping(config, report)
-    _record_memory(config, partitioned, report)
+    _record_memory(settings, report)
 
 
-def record_settings(config: Config, runtime: Flavor, settings: SessionSettings, report: Report) -> None:
-    """Write what depends on how sessions run, which follows PyTorch's settings."""
+def record_settings(settings: Settings, report: Report) -> None:
+    """Record the switches that depend on PyTorch's settings."""
+    runtime = settings.runtime
     kind = "with training kernels" if runtime.is_training_build else "without training kernels"
-    how = f"{settings.place}, {settings.threads} threads, opset {opset(config, runtime)}"
+    how = f"{settings.session.place}, {settings.session.threads} threads, opset {settings.opset}"
     report.applied("engine", f"{runtime.distribution} {runtime.version}, {kind}, {how}")
-    if settings.deterministic:
+    if settings.session.deterministic:
         report.applied("engine.deterministic", "the same seed gives the same bits")
     else:
-        as_set = config.engine.deterministic == "auto"
+        as_set = settings.config.engine.deterministic == "auto"
         report.off("engine.deterministic", "as PyTorch is set" if as_set else "switched off")
-    _record_compute(config, settings, report)
-    _record_placement(config, settings, report)
-
-
-def _immovable(config: Config) -> Problem | None:
-    """Operators that may not compute in a smaller type."""
-    wrong = [name for name in config.precision.cast_propagation.allow if name not in MOVABLE]
-    if not wrong:
-        return None
-    text = f"{', '.join(wrong)} cannot be moved into the smaller type; allowed are {', '.join(MOVABLE)}"
-    return Problem("precision.cast_propagation.allow", text)
-
-
-def _unknown_operators(config: Config) -> Problem | None:
-    """Names of ATen operators that there are not: PyTorch would be told to run what never comes."""
-    names = [name for name in config.engine.run_in_pytorch if name.startswith("aten.") and not _is_operator(name)]
-    if not names:
-        return None
-    close = get_close_matches(names[0].split(".")[1], dir(torch.ops.aten), n=1)
-    meant = f"; did you mean aten.{close[0]}?" if close else "; the report names operators"
-    return Problem("engine.run_in_pytorch", f"PyTorch {torch.__version__} has no {', '.join(names)}{meant}")
-
-
-def _is_operator(name: str) -> bool:
-    found: object = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found is not None
+    _record_compute(settings, report)
+    _record_placement(settings, report)
 
 
 def _record_engine(config: Config, report: Report) -> None:
@@ -213,12 +91,13 @@ def _record_engine(config: Config, report: Report) -> None:
 
 
 def _record_skipping(config: Config, report: Report) -> None:
-    """Until the first batch shows what it has."""
+    """Record them as off; the first batch decides."""
     for path in ("density.labels", "density.padding", "compute.upstream", "compute.loss_only"):
         report.off(path, "switched off" if attrgetter(path)(config) is False else UNSEEN)
 
 
-def _record_compute(config: Config, settings: SessionSettings, report: Report) -> None:
+def _record_compute(settings: Settings, report: Report) -> None:
+    config = settings.config
     casts = config.precision.cast_propagation
     if casts.level:
         moved = f"; {', '.join(casts.allow) or 'copies'} in the smaller type ({casts.strategy})"
@@ -229,8 +108,7 @@ def _record_compute(config: Config, settings: SessionSettings, report: Report) -
     kept = config.precision.cache_cast_weights
     why = "switched off" if kept is False else "no gradients were accumulated under autocast yet"
     report.off("precision.cache_cast_weights", why)
-    is_timed = not divides_alike(config, settings) and not settings.place.is_cuda
-    measured = ", for many tokens the faster one, as timed" if is_timed else ""
+    measured = ", for many tokens the faster one, as timed" if settings.times_operators else ""
     ways = {
         "auto": f"as PyTorch chooses: a fused kernel, or matrix products{measured}",
         "products": "matrix products and a softmax, which ONNX Runtime runs",
@@ -245,13 +123,13 @@ def _record_compute(config: Config, settings: SessionSettings, report: Report) -
         report.applied("compute.fusions", FUSED)
 
 
-def _record_placement(config: Config, settings: SessionSettings, report: Report) -> None:
-    wish = config.compute.placement
-    if wish != "onnxruntime" and config.compute.tuning.enabled:
+def _record_placement(settings: Settings, report: Report) -> None:
+    wish = settings.config.compute.placement
+    if wish != "onnxruntime" and settings.config.compute.tuning.enabled:
         report.applied("compute.placement", "PyTorch runs what compute.tuning finds that it runs faster here")
     elif wish == "onnxruntime" or settings.place.is_cuda:
         report.off("compute.placement", "ONNX Runtime runs all that it can")
-    elif divides_alike(config, settings):
+    elif not settings.times_operators:
         report.applied("compute.placement", "PyTorch runs what figures of other machines say it runs faster")
     else:
         timed = "PyTorch runs what timed calls say it runs faster here, where a graph is large enough to time them"
@@ -259,7 +137,7 @@ def _record_placement(config: Config, settings: SessionSettings, report: Report)
 
 
 def _record_optimizer(config: Config, report: Report) -> None:
-    """What a Trainer does with the optimizer is known when its training begins, and takes the place of this."""
+    """Record what is known before a Trainer overwrites it when training begins."""
     wishes = config.optimizer
     report.off(
         "optimizer.name", f"ORTTrainer builds {wishes.name}" if wishes.name else "left to the training arguments"
@@ -272,7 +150,7 @@ def _record_optimizer(config: Config, report: Report) -> None:
 
 
 def _record_trainers(config: Config, report: Report) -> None:
-    """What only a Trainer can do. It overwrites the refusal."""
+    """Record as refused what only a Trainer can do, which then overwrites it."""
     if config.distributed.load_balancing.enabled:
         how = "ORTTrainer does it; in a loop of your own use ort_accel.data.LoadBalancingDistributedSampler"
         report.refused("distributed.load_balancing.enabled", how)
@@ -287,9 +165,9 @@ def _record_trainers(config: Config, report: Report) -> None:
         report.off("observe.activation_statistics", "not asked for")
 
 
-def _record_memory(config: Config, partitioned: bool, report: Report) -> None:
-    memory = config.memory
-    _record_early_gradients(memory.early_gradient_release, partitioned, report)
+def _record_memory(settings: Settings, report: Report) -> None:
+    config, memory = settings.config, settings.config.memory
+    _record_early_gradients(memory.early_gradient_release, settings.zero3, report)
     ways = {
         1: "everything within a transformer layer is computed again, its input is kept",
         2: "as level 1, and copies of a smaller type are kept where a cast was there",
@@ -308,8 +186,8 @@ def _record_memory(config: Config, partitioned: bool, report: Report) -> None:
     _record_wish("memory.plan_file", f"plans are read from {memory.plan_file}" if memory.plan_file else "", report)
 
 
-def _record_early_gradients(wish: bool, partitioned: bool, report: Report) -> None:
-    if wish and partitioned:
+def _record_early_gradients(wish: bool, zero3: bool, report: Report) -> None:
+    if wish and zero3:
         text = "under ZeRO stage 3 each layer hands its gradients over when its own backward ends"
         report.off("memory.early_gradient_release", text)
     else:
@@ -317,14 +195,15 @@ def _record_early_gradients(wish: bool, partitioned: bool, report: Report) -> No
         _record_wish("memory.early_gradient_release", early if wish else "", report)
 
 
-def _record_zero3(config: Config, partitioned: bool, report: Report) -> None:
-    if partitioned:
+def _record_zero3(settings: Settings, report: Report) -> None:
+    wish = settings.config.distributed.zero3
+    if settings.zero3:
         report.applied("distributed.zero3", "layers are gathered one by one")
-    elif config.distributed.zero3 is True:
+    elif wish is True:
         text = "true, and this model is not partitioned by ZeRO stage 3; set zero_stage: 3 for DeepSpeed, or write auto"
         raise ConfigError([Problem("distributed.zero3", text)])
     else:
-        report.off("distributed.zero3", "the model is not partitioned" if config.distributed.zero3 else "switched off")
+        report.off("distributed.zero3", "the model is not partitioned" if wish else "switched off")
 
 
 def _record_wish(path: str, effect: str, report: Report) -> None:
@@ -332,3 +211,28 @@ def _record_wish(path: str, effect: str, report: Report) -> None:
         report.applied(path, effect)
     else:
         report.off(path, "not asked for")
+
+
+def _record_cuda(settings: Settings, report: Report) -> None:
+    compute, given, is_cuda = settings.config.compute, settings.config.engine.provider_options, settings.place.is_cuda
+    options = ", ".join(f"{name} {value}" for name, value in given.items())
+    _record_wish("engine.provider_options", options, report)
+    if is_cuda:
+        report.applied("compute.conv_algorithm", f"cuDNN searches for kernels: {compute.conv_algorithm}")
+    else:
+        report.off("compute.conv_algorithm", ON_CPU)
+    _record_allocator(settings, report)
+    why = "switched off" if compute.triton.enabled is False else NO_TRITON if is_cuda else ON_CPU
+    report.off("compute.triton.enabled", why)
+
+
+def _record_allocator(settings: Settings, report: Report) -> None:
+    path = "memory.external_allocator"
+    if settings.place.torch_memory:
+        report.applied(path, "ONNX Runtime takes its memory from PyTorch's allocator")
+    elif not settings.place.is_cuda:
+        report.off(path, ON_CPU)
+    elif settings.config.memory.external_allocator is False:
+        report.off(path, "switched off")
+    else:
+        report.refused(path, why_not_shared(settings.place))

@@ -1,10 +1,9 @@
-"""A model that is captured layer by layer: its own code runs in Python, and each layer in a graph of its own."""
+"""Compiles a model layer by layer: each layer is a graph, and Python runs the model's code between layers."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,26 +11,26 @@ from torch import nn
 from ort_accel.compiler.backend import Backend
 from ort_accel.compiler.module_call import Compiled, ModelCall
 
-CACHE = "past_key_values"
-"""The argument by which transformers hands a cache of keys and values from layer to layer."""
+CACHE_ARGUMENT = "past_key_values"
+"""The argument by which transformers passes the KV cache to each layer."""
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2's `fully_shard` has spread the parameters of a model over the processes."""
+    """True if FSDP2's `fully_shard` has sharded the parameters of a model."""
     return any(map(_gathers, model.modules()))
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers that a model repeats, and beside them the modules that multiply by weights (a head, say).
+    """Returns the layers that a model repeats, and the other modules that multiply by weights, such as a head.
 
-    What holds neither, such as an embedding or a lone normalization, is left to the model's own code. Where FSDP2
-    gathers parts of a layer by themselves, those are the layers.
+    Embeddings and lone norms run in the model's own code. If FSDP2 shards the parts of a layer separately, these parts
+    are the layers.
     """
     return list(dict.fromkeys(_layers_below(model)))
 
 
 def kinds_of(layers: Sequence[nn.Module]) -> str:
-    """How many layers there are, and of which kinds, for people."""
+    """Returns the number of layers and their classes, as text."""
     return f"{len(layers)} layers ({', '.join(sorted({type(layer).__name__ for layer in layers}))})"
 
 
@@ -48,8 +47,8 @@ def _layers_below(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _gathers(module: nn.Module) -> bool:
-    """Whether FSDP2 gathers and frees parameters around this module."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # its import takes time, and whoever shards has done it
+    """True if FSDP2 gathers and frees parameters around this module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes time, and a sharded model has imported it
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
@@ -58,22 +57,22 @@ def _holds_products(module: nn.Module) -> bool:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether a module multiplies by a weight of its own."""
+    """True if a module multiplies by a weight of its own."""
     is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    # The shape under ZeRO stage 3 is that of what is gathered; an empty parameter says nothing.
+    # ZeRO stage 3 leaves empty parameters, whose gathered shape is in `ds_shape`.
     sizes = [getattr(parameter, "ds_shape", parameter.shape) for parameter in module.parameters(recurse=False)]
     return not is_table and any(len(size) >= 2 for size in sizes)
 
 
 class LayeredCall(ModelCall):
-    """Runs a model whose layers are captured one by one. Hooks of a layer run in Python, around its graph."""
+    """Runs a model that is compiled layer by layer. Hooks of a layer run in Python, around its graph."""
 
     def __init__(
         self, model: nn.Module, backend: Backend, layers: Sequence[nn.Module], undo: Callable[[], None]
     ) -> None:
-        """`undo` is called when the model is to be plain PyTorch again."""
+        """`undo` is called when the model is restored to plain PyTorch."""
         super().__init__(model, backend)
-        self._model_call: Callable[..., Any] = model._call_impl
+        self._model_call: Callable[..., object] = model._call_impl
         self._layers, self._undo = tuple(layers), undo
         kinds: dict[type[nn.Module], Compiled] = {}
         for layer in self._layers:
@@ -82,7 +81,7 @@ class LayeredCall(ModelCall):
                 kinds[kind] = Compiled(_forward_of, kind.__name__, backend)
             layer._compiled_call_impl = _LayerCall(layer, kinds[kind])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         self.begin(args, kwargs)
         return self.end(self._model_call(*args, **kwargs))
 
@@ -96,19 +95,19 @@ class LayeredCall(ModelCall):
         self._undo()
 
 
-def _forward_of(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call the `forward` that the layer's class has now."""
+def _forward_of(layer: nn.Module, *args: object, **kwargs: object) -> object:
+    """Call the present `forward` of the layer's class."""
     return type(layer).forward(layer, *args, **kwargs)
 
 
 class _LayerCall:
-    """Calls a layer as ever, with the compiled code of its kind in the place of its `forward`."""
+    """Calls a layer, hooks included, with the compiled code of its class in place of `forward`."""
 
     def __init__(self, layer: nn.Module, compiled: Compiled) -> None:
         self._layer, self._compiled = layer, compiled
-        self._call: Callable[..., Any] = layer._call_impl
+        self._call: Callable[..., object] = layer._call_impl
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         own = vars(self._layer)
         if "forward" in own or torch.compiler.is_compiling():
             return self._call(*args, **kwargs)
@@ -118,12 +117,12 @@ class _LayerCall:
         finally:
             del own["forward"]
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and _is_empty(kwargs.get(CACHE)):
-            # Nobody generates while gradients are taken, and a cache would make each layer's graph one of its own.
-            kwargs[CACHE] = None
+    def _forward(self, *args: object, **kwargs: object) -> object:
+        if torch.is_grad_enabled() and _is_empty(kwargs.get(CACHE_ARGUMENT)):
+            # No script generates with gradients enabled, and a cache would prevent layers from sharing a graph.
+            kwargs[CACHE_ARGUMENT] = None
         return self._compiled(self._layer, *args, **kwargs)
 
 
-def _is_empty(cache: Any) -> bool:
+def _is_empty(cache: object) -> bool:
     return hasattr(cache, "get_seq_length") and not cache.get_seq_length()

@@ -1,7 +1,7 @@
-"""Graphs that leave out what nobody is known to read of a training step, such as the scores beside a loss.
+"""Graphs of training steps without the outputs that nobody is known to read, such as the logits beside a loss.
 
-An output with a gradient costs more than its memory: autograd makes zeros for a gradient that nobody gave, and the
-backward adds them. For the scores of 1,024 tokens and 16,000 words that is 62 MiB, filled, read and added in each step.
+Each such output becomes a lazy tensor, which computes itself if the script reads it. An output with a gradient costs
+more than its memory: autograd fills a missing gradient with zeros, and the backward adds them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -25,15 +24,15 @@ from ort_accel.runtime.lazy_tensor import UnreadTensor
 
 
 @dataclass(frozen=True)
-class Unread:
-    """The outputs of a graph that are not computed unless somebody reads them."""
+class LazyOutputs:
+    """The outputs of a graph that are computed only when they are read."""
 
-    traced: fx.GraphModule | None = None
-    positions: frozenset[int] = frozenset()
+    traced: fx.GraphModule | None
+    positions: frozenset[int]
 
     @contextmanager
     def left_out_of(self, module: fx.GraphModule) -> Iterator[None]:
-        """For as long as it takes to compile the graph as it was captured, it gives None in their places."""
+        """Have a captured graph return None in their positions, while the context is entered."""
         if not self.positions:
             yield
             return
@@ -47,66 +46,72 @@ class Unread:
             output.args = before
             module.recompile()
 
-    def stood_in_for(
+    def added_to(
         self,
-        run: Callable[..., Any],
+        run: Callable[..., Sequence[object]],
         module: fx.GraphModule,
         was_read: Callable[[], None],
-        kept: KeptOutputs | None,
-    ) -> Callable[..., Any]:
-        """The compiled graph with stand-ins for them. `was_read` is told of the first that had to compute itself;
-        without `kept`, which keeps what they are computed from, none can be read after the weights have changed."""
+        held: KeptOutputs | None,
+    ) -> Callable[..., Sequence[object]]:
+        """Returns the compiled graph with lazy tensors in their positions.
+
+        `was_read` is called when the first of them computes itself. Without `held`, none can be read once the weights
+        have changed.
+        """
         if self.traced is None or not self.positions:
             return run
-        return LossOnly(run, module, self.traced.graph, self.positions, was_read, kept)
+        return WithLazyOutputs(run, module, self.traced.graph, self.positions, was_read, held)
 
 
-class LossOnly:
-    """A compiled graph without some outputs. Each call gives stand-ins for them, which compute themselves if read."""
+NO_LAZY_OUTPUTS = LazyOutputs(None, frozenset())
+
+
+class WithLazyOutputs:
+    """A compiled graph that does not compute some outputs, and returns lazy tensors for them."""
 
     def __init__(
         self,
-        run: Callable[..., Any],
+        run: Callable[..., Sequence[object]],
         module: fx.GraphModule,
         traced: fx.Graph,
-        unread: frozenset[int],
+        lazy: frozenset[int],
         was_read: Callable[[], None],
-        kept: KeptOutputs | None,
+        held: KeptOutputs | None,
     ) -> None:
-        """`module` is the graph as it was captured, `traced` its operators."""
-        self._run, self._eager, self._was_read, self._kept = run, in_eager(module), was_read, kept
-        self._forms = _Forms(traced, unread)
+        """`module` is the captured graph, `traced` its ATen graph, `lazy` the positions of the lazy outputs."""
+        self._run, self._eager, self._was_read, self._held = run, in_eager(module), was_read, held
+        self._shapes = _LazyShapes(traced, lazy)
         self._inputs = len(traced.find_nodes(op="placeholder"))
 
-    def __call__(self, *arguments: Any) -> list[Any]:
-        """`arguments` are the graph's inputs, and the tables of the batch if the graph takes those."""
+    def __call__(self, *arguments: object) -> list[object]:
+        """Run with the graph's inputs, which the tables of the batch follow if the graph takes them."""
         inputs = arguments[: self._inputs]
-        again = EagerAgain(self._eager, inputs, self._was_read)
+        rerun = EagerAgain(self._eager, inputs, self._was_read)
         results = list(self._run(*arguments))
-        if self._kept is not None:
-            self._kept.add(again, results, inputs)
-        return self._forms.fill(results, inputs, again)
+        if self._held is not None:
+            self._held.add(rerun, results, inputs)
+        return self._shapes.fill(results, inputs, rerun)
 
 
-class _Forms:
-    """The sizes and types of the outputs that are not computed."""
+class _LazyShapes:
+    """The shapes and dtypes of lazy outputs."""
 
-    def __init__(self, traced: fx.Graph, unread: frozenset[int]) -> None:
+    def __init__(self, traced: fx.Graph, lazy: frozenset[int]) -> None:
         self._symbols = SymbolSource()
         for position, node in enumerate(traced.find_nodes(op="placeholder")):
             self._symbols.learn(position, node.meta.get("val"))
         outputs = returned(traced)
-        nodes = [(position, outputs[position]) for position in sorted(unread)]
-        self._unread = [
-            (position, node, SizeFunction(map(expression, value_of(node).shape))) for position, node in nodes
-        ]
+        nodes = [(position, outputs[position]) for position in sorted(lazy)]
+        self._lazy = [(position, node, SizeFunction(map(expression, value_of(node).shape))) for position, node in nodes]
 
-    def fill(self, results: list[Any], inputs: Sequence[Any], again: EagerAgain) -> list[Any]:
-        """The outputs with a stand-in for each that was not computed."""
+    def fill(self, results: list[object], inputs: Sequence[object], rerun: EagerAgain) -> list[object]:
+        """Returns the results with a lazy tensor for each that was not computed."""
         symbols: dict[str, int] = {}
         self._symbols.read(list(inputs), symbols)
-        for position, node, size in self._unread:
-            fake, gradient = value_of(node), has_gradient(node) and torch.is_grad_enabled()
-            make = again.output(position)
-            results[position] = UnreadTensor(size(symbols), fake.dtype, fake.device, make, requires_grad=gradient)
+        for position, node, size in self._lazy:
+            fake, requires_grad = value_of(node), has_gradient(node) and torch.is_grad_enabled()
+            compute = rerun.output(position)
+            results[position] = UnreadTensor(
+                size(symbols), fake.dtype, fake.device, compute, requires_grad=requires_grad
+            )
         return results

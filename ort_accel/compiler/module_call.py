@@ -1,4 +1,4 @@
-"""Standing in for a module's call: compiles what is new, with sizes kept open once they were seen to change."""
+"""Replaces a module's call by compiled code, and compiles anew for new modes and shapes."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ from ort_accel.kernels.tensor_asserts import is_failed_check
 from ort_accel.runtime.lazy_tensor import UnreadTensor, read_all
 
 AROUND = "trace and first run"
-"""The phase of set-up that is around the backend: Dynamo reads the code and makes checks, and what it made is run."""
+"""The report's phase for the set-up outside of the backend: Dynamo's trace and guards, and the first run."""
 
 
-def own_entry(call: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A function that only makes this call, with code that nothing else shares.
+def own_entry(call: Callable[..., object], name: str) -> Callable[..., object]:
+    """Returns a function that only makes this call, and shares its code object with no other function.
 
-    Dynamo keeps what it compiled with the code where capture begins, and counts it against a limit. With shared code a
-    search that builds many models would run the later ones in eager mode. Besides, Dynamo does not look into torch's
-    own classes unless a frame from outside leads there.
+    Dynamo caches compiled graphs by code object, up to a limit. With shared code, a search over many models would run
+    the later ones in eager mode. Dynamo traces torch's own classes only from a frame outside of torch.
     """
 
-    def entry(*args: Any, **kwargs: Any) -> Any:
+    def entry(*args: object, **kwargs: object) -> object:
         return call(*args, **kwargs)
 
     entry.__code__ = entry.__code__.replace(co_name=f"call_of_{name}")
@@ -43,23 +42,24 @@ def own_entry(call: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class Compiled:
-    """A function that is compiled whenever it meets something new."""
+    """A function that is compiled for each new mode and shape."""
 
-    def __init__(self, call: Callable[..., Any], name: str, backend: Backend) -> None:
+    def __init__(self, call: Callable[..., object], name: str, backend: Backend) -> None:
         self._plain, self._name, self._backend = call, name, backend
-        self._calls: dict[Mode | None, Callable[..., Any]] = {}
+        self._calls: dict[Mode | None, Callable[..., object]] = {}
         self._open_sizes = OpenSizes(backend.foreseen) if backend.config.engine.dynamic_shapes == "auto" else None
         self._breaks = GraphBreaks()
-        self._left = LeftToPython(backend.policy.not_compiled)
+        self._left_to_python = LeftToPython(backend.policy.not_compiled)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or forward_ad._current_level >= 0:  # compiled graphs have no tangents
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        if torch.compiler.is_compiling() or forward_ad._current_level >= 0:  # graphs have no forward-mode AD
             return self._plain(*args, **kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, UnreadTensor) for leaf in leaves):
             args, kwargs = read_all((args, kwargs))
             leaves = pytree.tree_leaves((args, kwargs))
         if torch.is_grad_enabled():
+            assert isinstance(args[0], nn.Module)
             return self._backend.comparison.call(
                 args[0], leaves, lambda: self._on_engine(leaves, args, kwargs), lambda: self._plain(*args, **kwargs)
             )
@@ -69,13 +69,17 @@ class Compiled:
                 return self._plain(*args, **kwargs)
         return self._on_engine(leaves, args, kwargs)
 
-    def _on_engine(self, leaves: list[Any], args: Any, kwargs: Any) -> Any:
-        """Make a call on what is compiled for it, or compile that."""
+    def _on_engine(self, leaves: list[object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run the call on its compiled graphs, which are compiled if they do not exist."""
         if self._open_sizes is not None:
             self._open_sizes.mark([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-        # On every call: a mode or a `requires_grad` that changes leads to a capture, too.
+        # On every call, since a changed mode or `requires_grad` also leads to a capture.
         backend = self._backend
-        with capturing(), graph_breaks_in(backend.report, self._breaks, backend.policy.check), self._left.watched():
+        with (
+            capturing(),
+            graph_breaks_in(backend.report, self._breaks, backend.policy.check),
+            self._left_to_python.watched(),
+        ):
             mode = backend.skipping.mode
             compiled = self._compiled(mode)
             failure: Exception | None = None
@@ -88,17 +92,17 @@ class Compiled:
                 failure = error
             if isinstance(failure, NotCapturedError):
                 return self._in_python(failure, args, kwargs)
-            if failure is not None:  # eager mode says in the model's own words what is wrong with the batch
+            if failure is not None:  # eager mode raises the model's own error for the batch
                 return self._plain(*args, **kwargs)
-            if mode is None:  # the first batch has decided, and what was compiled is for that mode
+            if mode is None:  # the first batch decided the mode of the graphs
                 first = self._calls.pop(None, None)
-                if first is not None:  # else another thread was here before
+                if first is not None:  # otherwise another thread has moved it
                     self._calls.setdefault(backend.skipping.mode, first)
             return result
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Tell how long a call took that compiled something, and note what of it no phase accounts for."""
+        """Measure a call that compiles, and record the part of its time that belongs to no other phase."""
         report = self._backend.report
         compiled, taken = report.counters["compilations"], report.counters[FOUND]
         phases, begin = report.set_up_seconds, time.perf_counter()
@@ -110,20 +114,19 @@ class Compiled:
         if is_compiled or report.counters[FOUND] > taken:
             report.timings[AROUND] = report.timings.get(AROUND, 0.0) + seconds - (report.set_up_seconds - phases)
 
-    def _in_python(self, failure: NotCapturedError, args: Any, kwargs: Any) -> Any:
-        """Make a call as eager mode does; later ones are captured in parts. If it raises an error, that says more than
-        Dynamo's."""
+    def _in_python(self, failure: NotCapturedError, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run a call in eager mode, whose errors say more than Dynamo's; later calls are captured in parts."""
         result = self._plain(*args, **kwargs)
         self._backend.skipping.refused(failure.fault)
         self._backend.policy.not_compiled(f"a call of {self._name}", failure.fault, line_of_fault(failure.fault))
-        self._left.leave(failure.code)
+        self._left_to_python.leave(failure.code)
         return result
 
-    def _compiled(self, mode: Mode | None) -> Callable[..., Any]:
-        """What runs in a mode; what was compiled for another one is kept."""
+    def _compiled(self, mode: Mode | None) -> Callable[..., object]:
+        """Returns the function that is compiled for a mode; those for other modes are kept."""
         if mode not in self._calls:
             entry = own_entry(self._plain, self._name)
-            self._left.begins_at(entry.__code__)
+            self._left_to_python.begins_at(entry.__code__)
             finalize(entry, forget, entry.__code__, ref(self._backend)).atexit = False
             self._calls[mode] = torch.compile(entry, backend=self._backend, dynamic=_dynamic(self._backend))
         return self._calls[mode]
@@ -131,34 +134,34 @@ class Compiled:
 
 @dataclass
 class OutsideLoss:
-    """A loss that is computed from what a model gives, to be compiled together with the model."""
+    """A loss outside of the model, to be compiled together with it."""
 
     function: Callable[..., torch.Tensor]
     """Called with the model's outputs, and with the arguments."""
-    arguments: tuple[Any, ...]
+    arguments: tuple[object, ...]
     value: torch.Tensor | None = None
-    """The loss of the call that took this up."""
+    """The loss, once a call has computed it."""
 
 
 class ModelCall:
-    """What an accelerated model runs when it is called. Lives in the module's slot for `nn.Module.compile`."""
+    """The callable of an accelerated model, in the module's slot for `nn.Module.compile`."""
 
     def __init__(self, model: nn.Module, backend: Backend) -> None:
         self.backend, self._model = backend, ref(model)
 
     @property
     def model(self) -> nn.Module:
-        """The model, which calls this."""
+        """Returns the model."""
         model = self._model()
         assert model is not None
         return model
 
     def take_over(self, model: nn.Module) -> bool:  # noqa: ARG002
-        """Serve this model, in the place of the present one, with all that was compiled. Says whether that can be."""
+        """Serve this model in place of the present one, with all compiled graphs; returns False if it cannot."""
         return False
 
-    def begin(self, args: Any, kwargs: Any) -> None:
-        """Told of a call that is about to be made."""
+    def begin(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Called before each call of the model."""
         self.backend.settle()
         self.backend.progress.call()
         if self.backend.inspector is not None:
@@ -167,42 +170,44 @@ class ModelCall:
         if self.backend.memory_watch is not None and torch.is_grad_enabled():
             self.backend.memory_watch.before_forward(self.model)
 
-    def end(self, outputs: Any) -> Any:
-        """Told of what a call gave, which it returns."""
+    def end(self, outputs: object) -> object:
+        """Called after each call of the model; returns its outputs."""
         if self.backend.memory_watch is not None and torch.is_grad_enabled():
             self.backend.memory_watch.after_forward(outputs)
         return outputs
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Call the model."""
         raise NotImplementedError
 
     def foresee(self, sizes: Foreseen) -> None:
-        """Told of what is known about the batches to come, before the first one."""
+        """Take note of the sizes of batches to come, before the first batch."""
         self.backend.foreseen.add(sizes)
 
     @contextmanager
     def together_with(self, loss: OutsideLoss) -> Iterator[None]:  # noqa: ARG002
-        """While this is entered, the next call computes this loss, too, where that can be."""
+        """Have the next call compute this loss as well, if it can, while the context is entered."""
         yield
 
     def anew(self, model: nn.Module) -> ModelCall:
-        """The same for this model, with nothing compiled yet."""
+        """Returns a call for this model with nothing compiled yet."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Leave what it put elsewhere in the model."""
+        """Undo changes to the model outside of its slot."""
         self.backend.release()
 
 
-def _call_of(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    call: Callable[..., Any] = model._call_impl
+def _call_of(model: nn.Module, *args: object, **kwargs: object) -> object:
+    call: Callable[..., object] = model._call_impl
     return call(*args, **kwargs)
 
 
 class CompiledCall(ModelCall):
-    """Runs a model that is captured as a whole. What is compiled takes the model as an argument, so that another model
-    of the same kind can have it: Dynamo's checks say whether they are alike in all that matters."""
+    """Runs a model that is captured as a whole.
+
+    Compiled code takes the model as an argument, so that another model of its class can use it if Dynamo's guards hold.
+    """
 
     def __init__(self, model: nn.Module, backend: Backend) -> None:
         super().__init__(model, backend)
@@ -212,7 +217,7 @@ class CompiledCall(ModelCall):
         self._joined: tuple[Callable[..., torch.Tensor], Compiled] | None = None
         self._has_seen_labels = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         model = self.model
         if torch.compiler.is_compiling():
             return self._call(model, *args, **kwargs)
@@ -224,7 +229,7 @@ class CompiledCall(ModelCall):
         if loss is None:
             return self.end(self._call(model, *args, **kwargs))
         outputs, loss.value = self._joined_with(loss.function)(model, loss.arguments, *args, **kwargs)
-        if isinstance(outputs, MutableMapping):  # where DDP, which may stand around the model, looks for what is used
+        if isinstance(outputs, MutableMapping):  # where a DDP around the model looks for used outputs
             outputs["loss"] = loss.value
         return self.end(outputs)
 
@@ -237,12 +242,12 @@ class CompiledCall(ModelCall):
             self._loss = None
 
     def _joined_with(self, function: Callable[..., torch.Tensor]) -> Compiled:
-        """The model and a loss as one; what was compiled for another loss is not kept."""
+        """Returns the model and a loss compiled as one; graphs for another loss are dropped."""
         if self._joined is None or self._joined[0] != function:
 
             def joined(
-                model: nn.Module, arguments: tuple[Any, ...], *args: Any, **kwargs: Any
-            ) -> tuple[Any, torch.Tensor]:
+                model: nn.Module, arguments: tuple[object, ...], *args: object, **kwargs: object
+            ) -> tuple[object, torch.Tensor]:
                 outputs = _call_of(model, *args, **kwargs)
                 return outputs, function(outputs, *arguments)
 

@@ -1,30 +1,79 @@
-"""Graphs that are not compiled: those with what `engine:` forbids in a model, and those of a model that was moved."""
+"""Errors for configurations that this version cannot obey, and for graphs that the configuration does not allow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
 
 import torch
 from torch import fx
 
+from ort_accel.config import Config
 from ort_accel.config.sections.engine import Engine
-from ort_accel.errors import OrtAccelError
+from ort_accel.errors import ConfigError, OrtAccelError, Problem
+from ort_accel.passes.lower_precision import MOVABLE
 from ort_accel.runtime.device import Place
 
-FORBIDDEN_BY = {
+NO_TRITON = (
+    "ort_accel generates no Triton kernels: ONNX Runtime's own kernels run, PyTorch's where it has none, and "
+    "compute.fusions joins operators"
+)
+
+ASKS_FOR_TRITON: dict[str, Callable[[Config], bool]] = {
+    "compute.triton.enabled": lambda config: config.compute.triton.enabled is True,
+    "compute.triton.ops_file": lambda config: config.compute.triton.ops_file is not None,
+    "compute.triton.debug": lambda config: config.compute.triton.debug,
+}
+"""Keys that ask for Triton kernels, with the condition under which they do."""
+
+SWITCH_OF = {
     "autograd_function_apply": ("custom_autograd", "a torch.autograd.Function"),
     "tag_activation_checkpoint": ("allow_checkpoint", "torch.utils.checkpoint"),
 }
-"""Names of Dynamo's higher-order operators: the switch that forbids each, and what a user calls it."""
+"""The switch in `engine:` that forbids a higher-order operator of Dynamo, and the user's name for the operator."""
+
+
+def refuse_unsupported(config: Config) -> None:
+    """Raise a `ConfigError` that lists all values that this version cannot obey."""
+    problems = [problem for problem in (_fixed_precision(config), _unknown_operators(config)) if problem is not None]
+    triton = [path for path, asks in ASKS_FOR_TRITON.items() if asks(config)]
+    problems += [Problem(path, f"{NO_TRITON}; remove the key") for path in triton]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _fixed_precision(config: Config) -> Problem | None:
+    """Returns the problem of allowing operators that must compute in float32."""
+    wrong = [name for name in config.precision.cast_propagation.allow if name not in MOVABLE]
+    if not wrong:
+        return None
+    text = f"{', '.join(wrong)} cannot be moved into the smaller type; allowed are {', '.join(MOVABLE)}"
+    return Problem("precision.cast_propagation.allow", text)
+
+
+def _unknown_operators(config: Config) -> Problem | None:
+    """Returns the problem of naming ATen operators that do not exist."""
+    names = [name for name in config.engine.run_in_pytorch if name.startswith("aten.") and not _is_operator(name)]
+    if not names:
+        return None
+    close = get_close_matches(names[0].split(".")[1], dir(torch.ops.aten), n=1)
+    meant = f"; did you mean aten.{close[0]}?" if close else "; the report names operators"
+    return Problem("engine.run_in_pytorch", f"PyTorch {torch.__version__} has no {', '.join(names)}{meant}")
+
+
+def _is_operator(name: str) -> bool:
+    found: object = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is not None
 
 
 def refuse_forbidden(module: fx.GraphModule, engine: Engine) -> None:
-    """Raise if a captured graph holds what the configuration does not allow, with every place where it does."""
+    """Raise if a captured graph uses what `engine:` forbids, with every line of the model that does."""
     found = [
-        f"  engine.{switch} is false, and the model uses {what}{_place(node)}"
+        f"  engine.{switch} is false, and the model uses {what}{_line_of(node)}"
         for node in _nodes(module)
-        for switch, what in [FORBIDDEN_BY.get(getattr(node.target, "__name__", ""), ("", ""))]
+        for switch, what in [SWITCH_OF.get(getattr(node.target, "__name__", ""), ("", ""))]
         if switch and not getattr(engine, switch)
     ]
     if found:
@@ -37,15 +86,14 @@ def _nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
             yield from part.graph.nodes
 
 
-def _place(node: fx.Node) -> str:
-    """The user's line that made a node."""
+def _line_of(node: fx.Node) -> str:
     lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
-    places = [line for line in lines if line.startswith("File ")]
-    return f", in {places[-1].removeprefix('File ')}" if places else ""
+    files = [line for line in lines if line.startswith("File ")]
+    return f", in {files[-1].removeprefix('File ')}" if files else ""
 
 
-def refuse_moved(inputs: Sequence[Any], place: Place) -> None:
-    """Raise if a model was moved to a CUDA device after it was set up for another one."""
+def refuse_moved(inputs: Sequence[object], place: Place) -> None:
+    """Raise if a model was moved to a CUDA device after it was set up for another device."""
     devices = {item.device for item in inputs if isinstance(item, torch.Tensor) and item.is_cuda} - {place.device}
     if devices:
         raise OrtAccelError(
@@ -54,6 +102,6 @@ def refuse_moved(inputs: Sequence[Any], place: Place) -> None:
         )
 
 
-def has_no_memory(inputs: Sequence[Any]) -> bool:
-    """True if a weight or an input is on the meta device. Eager mode says then what cannot be done with it."""
+def is_on_meta(inputs: Sequence[object]) -> bool:
+    """True if a parameter or an input is on the meta device, which eager mode refuses in its own words."""
     return any(isinstance(item, torch.Tensor) and item.device.type == "meta" for item in inputs)

@@ -16,18 +16,14 @@ from ort_accel.graph.memory_layout import is_plain
 from ort_accel.graph.nodes import is_random, is_view
 from ort_accel.graph.symbolic_sizes import same_shape
 from ort_accel.kernels.output_buffers import with_place
-from ort_accel.passes.fuse.tied_embedding import ONTO, add_embedding_gradient
+from ort_accel.operators.facts import facts
+from ort_accel.passes.fuse_tied_embedding import add_embedding_gradient
 from ort_accel.reporting import Runner
-
-aten = torch.ops.aten
-
-PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
-"""What ONNX Runtime gives of these is no constant that all runs share."""
 
 
 def is_own(node: fx.Node, runner: Runner) -> bool:
     """Whether what a node gives is in memory that a program may write over once nobody reads it any more."""
-    return (runner is Runner.PYTORCH and makes_memory(node)) or node.target in PRODUCTS
+    return (runner is Runner.PYTORCH and makes_memory(node)) or facts(node).is_never_constant
 
 
 def dying_operands(
@@ -50,7 +46,7 @@ def dying_operands(
 
 def write_over(call: fx.Node, operand: fx.Node) -> None:
     """Let a call of such an operator write its result over this operand."""
-    if call.target is ONTO:
+    if facts(call).adds_onto_first:
         call.target = add_embedding_gradient
         return
     found = with_place(call.target)
@@ -68,7 +64,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 def replaceable(node: fx.Node) -> list[fx.Node]:
     """The operands that a result may be written over, with its size, type and order in memory."""
-    operands = node.args[:1] if node.target is ONTO else node.args if _is_elementwise(node) else ()
+    operands = node.args[:1] if facts(node).adds_onto_first else node.args if _is_elementwise(node) else ()
     nodes = [item for item in operands if isinstance(item, fx.Node)]
     return [item for item in nodes if _are_alike(item.meta.get("val"), node.meta["val"])]
 
@@ -89,7 +85,7 @@ def _dies(operand: fx.Node, reader: fx.Node, order: dict[fx.Node, int], wanted: 
 
 def makes_memory(node: fx.Node) -> bool:
     """Whether an operator of PyTorch gives a tensor in memory of its own, or in what is left of an operand."""
-    return node.target is ONTO or with_place(node.target) is not None
+    return facts(node).adds_onto_first or with_place(node.target) is not None
 
 
 def _is_last(chain: Sequence[fx.Node], reader: fx.Node, order: dict[fx.Node, int], wanted: set[fx.Node]) -> bool:

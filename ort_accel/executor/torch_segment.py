@@ -19,7 +19,7 @@ from ort_accel.kernels.embedding_backward import embedding_gradient
 from ort_accel.kernels.output_buffers import LARGE, is_for_pool, is_placed, placed
 from ort_accel.kernels.tensor_asserts import check
 from ort_accel.partition.segments import Body
-from ort_accel.passes.fuse.cross_entropy import JOINED, pooled_cross_entropy_gradient
+from ort_accel.passes.fuse_cross_entropy import JOINED, pooled_cross_entropy_gradient
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory: eager mode's views leave permuted tensors, ONNX Runtime knows contiguous ones only."""
+"""Tells contiguous tensors from permuted ones: eager mode's views are permuted, ONNX Runtime needs contiguous ones."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ Order = tuple[int, ...]
 
 
 def order_in_memory(fake: torch.Tensor) -> Order | None:
-    """The dimensions from the outermost in memory to the innermost; None for a plain tensor, or one with gaps."""
+    """Returns the dimensions from the outermost in memory to the innermost; None if contiguous, or with gaps."""
     strides = fake.stride()
     order = sorted(range(fake.ndim), key=lambda dim: (-hint(strides[dim]), dim))
-    moving = [dim for dim in order if expression(fake.shape[dim]) != 1]
-    return tuple(order) if moving != sorted(moving) and _is_dense(fake, moving) else None
+    long_dims = [dim for dim in order if expression(fake.shape[dim]) != 1]
+    return tuple(order) if long_dims != sorted(long_dims) and _is_dense(fake, long_dims) else None
 
 
 def is_plain(fake: torch.Tensor) -> bool:
-    """Whether a tensor lies in memory as its dimensions say, without gaps."""
+    """True if a tensor is contiguous."""
     return _is_dense(fake, [dim for dim in range(fake.ndim) if expression(fake.shape[dim]) != 1])
 
 
-def _is_dense(fake: torch.Tensor, moving: Sequence[int]) -> bool:
-    """Whether nothing lies between the elements, if these are the dimensions from the outermost to the innermost."""
+def _is_dense(fake: torch.Tensor, long_dims: Sequence[int]) -> bool:
+    """True if elements have no gaps, given the dimensions longer than 1 from the outermost to the innermost."""
     expected: int | torch.SymInt = 1
-    for dim in reversed(moving):
+    for dim in reversed(long_dims):
         if expression(fake.stride(dim)) != expression(expected):
             return False
         expected = expected * fake.shape[dim]
@@ -35,5 +35,5 @@ def _is_dense(fake: torch.Tensor, moving: Sequence[int]) -> bool:
 
 
 def reverse(order: Order) -> Order:
-    """The permutation that undoes this one."""
+    """Returns the inverse permutation."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))

@@ -1,4 +1,4 @@
-"""What can be told from a node of an ATen graph."""
+"""Predicates and values of one node of an ATen graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK, get_current_meta
 
 import ort_accel
-from ort_accel.graph.symbolic_sizes import hinted_bytes
+from ort_accel.graph.meta_keys import FROM_DATA, PARTITIONER_TAG
+from ort_accel.graph.symbolic_sizes import Size, hinted_bytes
 
 aten = torch.ops.aten
 
@@ -26,37 +27,36 @@ CHECKS = {
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 }
-"""What says something of numbers in tensors."""
+"""Operators that assert something about numbers in tensors."""
 
-FROM_DATA = "from data"
-"""Key in a node's meta: its value is such a number."""
-
-_TORCH, _OWN = (f"{PurePath(file).parent}/" for file in (torch.__file__, ort_accel.__file__))
-"""Folders of code that is not the model's. Lines of PyTorch's modules count where there are no others."""
+_TORCH_FOLDER, _ENGINE_FOLDER = (f"{PurePath(file).parent}/" for file in (torch.__file__, ort_accel.__file__))
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in .+\n +(.+)')
 
 
 def op_name(node: fx.Node) -> str:
-    """The operator as a user knows it: `aten.gelu.default`."""
+    """Returns the operator's name: `aten.gelu.default`."""
     return str(node.target)
 
 
 def user_line(node: fx.Node) -> str:
-    """The line of the model's code that a node comes from, as `modeling_bert.py:233: hidden = self.dense(hidden)`."""
+    """Returns the model's line that made a node: `modeling_bert.py:233: hidden = self.dense(hidden)`.
+
+    A line of a PyTorch module is returned only if there is no other.
+    """
     trace = node.meta.get("stack_trace") or ""
-    if GRADIENT_ACC_SPECIAL_STACK in trace:  # a sum of gradients; the trace names the line of one that is added
+    if GRADIENT_ACC_SPECIAL_STACK in trace:  # a sum of gradients, whose trace is that of one summand
         return ""
-    frames = [frame for frame in _FRAME.findall(trace) if not frame[0].startswith(_OWN)]
+    frames = [frame for frame in _FRAME.findall(trace) if not frame[0].startswith(_ENGINE_FOLDER)]
     if not frames:
         return ""
-    path, line, code = next((frame for frame in reversed(frames) if not frame[0].startswith(_TORCH)), frames[-1])
+    path, line, code = next((frame for frame in reversed(frames) if not frame[0].startswith(_TORCH_FOLDER)), frames[-1])
     return f"{PurePath(path).name}:{line}: {code}"
 
 
 @contextmanager
 def of_no_line() -> Iterator[None]:
-    """Give the nodes that a trace makes in here no line of the model, since a rewrite alone asks for them."""
+    """Traces nodes without a source line, since a rewrite adds them and no line of the model does."""
     meta = get_current_meta()
     trace = meta.pop("stack_trace", None)
     try:
@@ -67,33 +67,34 @@ def of_no_line() -> Iterator[None]:
 
 
 def call(node: fx.Node) -> str:
-    """A node as a call with the types and sizes of its tensors: `aten.mm.default(float32 [8, 4], float32 [4, 2])`."""
+    """Returns a node with its tensors' types and sizes: `aten.mm.default(float32 [8, 4], float32 [4, 2])`."""
     tensors = [fake for item in node.all_input_nodes for fake in fakes_in(item.meta.get("val"))]
     shown = ", ".join(f"{str(fake.dtype).removeprefix('torch.')} {list(fake.shape)}" for fake in tensors)
     return f"{op_name(node)}({shown})"
 
 
 def find_numbers_from_data(graph: fx.Graph) -> None:
-    """Mark the numbers that are known only once something has run: what `.item()` gives, how many elements are not
-    zero, and what is computed from those.
+    """Marks data-dependent scalars: results of `.item()`, counts of non-zero elements, and values computed from them.
 
-    A trace takes a number that has to be 1, say, for 1, so that the value noted with a node does not tell.
+    The traced value does not tell: a trace replaces a scalar that must be 1 by the constant 1.
     """
     for node in graph.nodes:
         if node.target in CHECKS:
-            node.meta.setdefault("val", None)  # a trace notes nothing
+            node.meta.setdefault("val", None)  # a trace sets none
         if _is_number(node) and (_reads_data(node) or any(map(is_from_data, node.all_input_nodes))):
             node.meta[FROM_DATA] = True
 
 
 def is_from_data(node: fx.Node) -> bool:
-    """Whether a node's value is a number that follows from what a tensor holds."""
+    """True if a node's value is a data-dependent scalar."""
     return FROM_DATA in node.meta or (_is_number(node) and _has_data_size(node))
 
 
 def depends_on_data(node: fx.Node) -> bool:
-    """Whether a node gives, takes or checks numbers that follow from what a tensor holds, or tensors of such sizes.
-    These may be empty, and of empty tensors some kernels of ONNX Runtime give nothing, or no NaN for a mean."""
+    """True if a node returns, takes or asserts data-dependent scalars, or tensors of data-dependent sizes.
+
+    Such tensors may be empty, and some kernels of ONNX Runtime return wrong results for empty tensors.
+    """
     return node.target in CHECKS or _reads_data(node) or any(map(_is_of_data, (node, *node.all_input_nodes)))
 
 
@@ -114,46 +115,46 @@ def _reads_data(node: fx.Node) -> bool:
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node's value is an integer size, which is computed from the inputs' sizes rather than run."""
+    """True if a node's value is an integer that follows from the inputs' sizes."""
     return isinstance(node.meta.get("val"), int | torch.SymInt) and not is_from_data(node)
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node only looks at its input's memory in another way."""
+    """True if a node returns a view of its input."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    if target is torch.ops.aten._unsafe_view.default:  # a view of a tensor that nothing else reads
+    if target is torch.ops.aten._unsafe_view.default:  # its schema declares no alias
         return True
     aliases = [item.alias_info for item in target._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def order_of(node: fx.Node) -> list[int]:
-    """Where each dimension of a `t`, a `transpose` or a `permute` comes from."""
+    """Returns the permutation of a `t`, a `transpose` or a `permute`: the source of each dimension."""
     order = list(range(node.meta["val"].ndim))
-    given: Any = node.args[1:]
+    dims: Any = node.args[1:]
     if node.target is torch.ops.aten.permute.default:
-        return [order[dim] for dim in given[0]]
+        return [order[dim] for dim in dims[0]]
     if node.target is torch.ops.aten.t.default or not order:
         return order[::-1]
-    first, second = given
+    first, second = dims
     order[first], order[second] = order[second], order[first]
     return order
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers."""
+    """True if a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def is_watched(node: fx.Node) -> bool:
-    """Whether a node shows a tensor to a subscriber."""
+    """True if a node passes a tensor to a subscriber."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.startswith("ort_accel::watch")
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a node may change a tensor that it was given."""
+    """True if a node may mutate an input."""
     target = node.target
     if is_from_data(node):
         return False
@@ -161,62 +162,62 @@ def writes(node: fx.Node) -> bool:
 
 
 def is_part(node: fx.Node) -> bool:
-    """Whether a node only takes one of the several outputs of another."""
+    """True if a node takes one of the several outputs of another node."""
     return node.target is operator.getitem
 
 
 def constant_of(node: fx.Node) -> torch.Tensor:
-    """The tensor that a `get_attr` node stands for, such as the number in `torch.tensor(0.5)`."""
+    """Returns the tensor of a `get_attr` node, such as the number in `torch.tensor(0.5)`."""
     assert isinstance(node.target, str)
     tensor: torch.Tensor = operator.attrgetter(node.target)(node.graph.owning_module)
     return tensor
 
 
 def tensors_of(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a node makes: itself, or those of its several outputs that are taken."""
+    """Returns the nodes of a node's output tensors: itself, or those that take one of its several outputs."""
     return [user for user in node.users if is_part(user)] or [node]
 
 
-def fakes_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a node's value, or in a list of values."""
+def fakes_in(value: object) -> list[torch.Tensor]:
+    """Returns the tensors in a node's value, or in a list of values."""
     items = value if isinstance(value, tuple | list) else [value]
     return [item for item in items if isinstance(item, torch.Tensor)]
 
 
 def bytes_made(node: fx.Node) -> int:
-    """The bytes of all tensors in a node's value, at the sizes that the graph was captured with."""
+    """Returns the bytes of a node's output tensors, at the sizes of the capture."""
     return sum(map(hinted_bytes, fakes_in(node.meta.get("val"))))
 
 
 def half_of(node: fx.Node) -> dict[str, str]:
-    """The part of a node's meta that tells to which half of a joint graph it belongs."""
-    return {"partitioner_tag": node.meta["partitioner_tag"]} if "partitioner_tag" in node.meta else {}
+    """Returns the entry of a node's meta that assigns it to the forward or the backward of a joint graph."""
+    return {PARTITIONER_TAG: node.meta[PARTITIONER_TAG]} if PARTITIONER_TAG in node.meta else {}
 
 
-def size_arguments(graph: fx.Graph, node: fx.Node, shape: Sequence[Any]) -> list[Any]:
-    """The sizes of a node's value as arguments of a call: numbers, or nodes where they may change."""
-    sizes: list[Any] = []
+def size_arguments(graph: fx.Graph, node: fx.Node, shape: Sequence[Size]) -> list[int | fx.Node]:
+    """Returns the sizes of a node's value as arguments of a call: fixed ones as numbers, symbolic ones as nodes."""
+    sizes: list[int | fx.Node] = []
     for dim, size in enumerate(shape):
         if isinstance(size, torch.SymInt):
-            asked = graph.call_function(aten.sym_size.int, (node, dim))
-            asked.meta = {"val": size} | half_of(node)
-            sizes.append(asked)
+            size_node = graph.call_function(aten.sym_size.int, (node, dim))
+            size_node.meta = {"val": size} | half_of(node)
+            sizes.append(size_node)
         else:
             sizes.append(size)
     return sizes
 
 
 def is_returned(node: fx.Node) -> bool:
-    """Whether a graph returns what this node makes."""
+    """True if a graph returns this node."""
     return any(user.op == "output" for user in node.users)
 
 
 def returned(graph: fx.Graph) -> Sequence[Any]:
-    """What a graph returns: nodes, plain numbers, or None."""
+    """Returns a graph's outputs: nodes, plain numbers, or None."""
     outputs: Any = graph.output_node().args[0]
     return outputs if isinstance(outputs, tuple | list) else (outputs,)
 
 
 def count_ops(nodes: Sequence[fx.Node]) -> dict[str, int]:
-    """How many nodes of each operator, most frequent first."""
+    """Returns the number of nodes of each operator, most frequent first."""
     return dict(Counter(map(op_name, nodes)).most_common())

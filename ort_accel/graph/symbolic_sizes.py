@@ -1,4 +1,4 @@
-"""Sizes that are known only at run time: sympy expressions over the symbols that Dynamo gave to input dimensions."""
+"""Handles sizes known only at run time: sympy expressions over the symbols that Dynamo gave to input dimensions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Size = int | torch.SymInt
 
 
 def expression(size: Size | sympy.Expr) -> int | sympy.Expr:
-    """A size as a plain int where it is fixed, otherwise as an expression."""
+    """Returns a fixed size as an int, and another as an expression."""
     expr = size.node.expr if isinstance(size, torch.SymInt) else size
     if isinstance(expr, sympy.Expr):
         return int(expr) if expr.is_Integer else expr
@@ -23,7 +23,7 @@ def expression(size: Size | sympy.Expr) -> int | sympy.Expr:
 
 
 def known_equal(one: Size, other: Size) -> bool:
-    """Whether two sizes are the same for every input, as far as can be told without adding a guard."""
+    """True if two sizes are provably equal for every input, without adding a guard."""
     first, second = expression(one), expression(other)
     if first == second:
         return True
@@ -33,17 +33,17 @@ def known_equal(one: Size, other: Size) -> bool:
 
 
 def same_shape(one: Sequence[Size], other: Sequence[Size]) -> bool:
-    """Whether two shapes are known to be the same."""
+    """True if two shapes are known to be equal."""
     return len(one) == len(other) and all(map(known_equal, one, other))
 
 
 def _are_guarded(one: Size, other: Size) -> bool:
-    """Whether a graph runs only where both sizes are the same: tokens and labels that were compared, say."""
+    """True if a guard of the graph says that both sizes are equal, as for tokens and labels."""
     if not isinstance(one, torch.SymInt) or not isinstance(other, torch.SymInt) or one.node.hint != other.node.hint:
         return False
     first, second = one.node.expr, other.node.expr
-    said = {sympy.Eq(first, second), sympy.Eq(second, first)}
-    return any(guard.expr in said for guard in one.node.shape_env.guards)
+    equalities = {sympy.Eq(first, second), sympy.Eq(second, first)}
+    return any(guard.expr in equalities for guard in one.node.shape_env.guards)
 
 
 @lru_cache(maxsize=4096)
@@ -52,24 +52,24 @@ def _always_equal(first: sympy.Expr, second: sympy.Expr) -> bool:
 
 
 def hinted_elements(tensor: torch.Tensor) -> int:
-    """How many elements a fake tensor has, at the sizes that the graph was captured with."""
+    """Returns the number of elements of a fake tensor, at the sizes of the capture."""
     return math.prod(map(hint, tensor.shape))
 
 
 def hinted_bytes(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor at the sizes that the graph was captured with."""
+    """Returns the bytes of a fake tensor, at the sizes of the capture."""
     return hinted_elements(tensor) * tensor.element_size()
 
 
 def is_known(size: Size) -> bool:
-    """Whether a size follows from those of the inputs, and not from data."""
+    """True if a size follows from input sizes, and not from data."""
     return isinstance(size, int) or bool(size.node.has_hint())
 
 
 def known_positive(size: Size) -> bool:
-    """True if a size is above zero for every input that its graph takes, as far as can be told without adding a guard.
+    """True if a size is provably above zero for every input, without adding a guard.
 
-    Dynamo compiles sizes of zero and one as fixed numbers, so that one which may change begins at two.
+    Dynamo compiles the sizes 0 and 1 as fixed numbers, so that symbolic sizes begin at 2.
     """
     if isinstance(size, int):
         return size > 0
@@ -77,14 +77,14 @@ def known_positive(size: Size) -> bool:
 
 
 def hint(size: Size) -> int:
-    """A size as it was when the graph was captured; 1 where that is not known."""
+    """Returns a size as of the capture; 1 where that is not known."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if is_known(size) else 1
 
 
 class SizeFunction:
-    """Computes a tuple of sizes from the values of the symbols; remembers what it computed last."""
+    """Computes a tuple of sizes from the values of the symbols, and caches the last one."""
 
     def __init__(self, sizes: Iterable[int | sympy.Expr]) -> None:
         self.sizes = tuple(sizes)
@@ -96,11 +96,11 @@ class SizeFunction:
         self._compute: Callable[..., tuple[int, ...]] = eval(source, {"math": math, "torch": torch})
         self._last: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[SizeFunction], tuple[tuple[int | sympy.Expr, ...]]]:
         return SizeFunction, (self.sizes,)
 
     def __call__(self, values: dict[str, int]) -> tuple[int, ...]:
-        """The sizes for these values of the symbols."""
+        """Returns the sizes for these values of the symbols."""
         key = tuple(values[symbol] for symbol in self.symbols)
         last = self._last  # read once: another thread may be running with other sizes
         if last is None or last[0] != key:
@@ -109,21 +109,21 @@ class SizeFunction:
 
 
 class SymbolSource:
-    """Where the value of each symbol is read from: an int among the inputs, or one dimension of a tensor."""
+    """Maps each symbol to the input that reveals its value: an int, or one dimension of a tensor."""
 
     def __init__(self) -> None:
-        self._places: dict[str, tuple[int, int | None]] = {}
+        self._sources: dict[str, tuple[int, int | None]] = {}
 
-    def learn(self, position: int, val: Any) -> None:
-        """Note which symbols the value at this position reveals."""
+    def learn(self, position: int, val: object) -> None:
+        """Records the symbols that the value at this position reveals."""
         if isinstance(val, torch.SymInt) and isinstance(val.node.expr, sympy.Symbol):
-            self._places.setdefault(str(val.node.expr), (position, None))
+            self._sources.setdefault(str(val.node.expr), (position, None))
         elif isinstance(val, torch.Tensor):
             for dim, size in enumerate(val.shape):
                 if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-                    self._places.setdefault(str(size.node.expr), (position, dim))
+                    self._sources.setdefault(str(size.node.expr), (position, dim))
 
-    def read(self, registers: list[Any], values: dict[str, int]) -> None:
-        """Read every symbol's value."""
-        for symbol, (position, dim) in self._places.items():
+    def read(self, registers: Sequence[Any], values: dict[str, int]) -> None:
+        """Writes every symbol's value into `values`."""
+        for symbol, (position, dim) in self._sources.items():
             values[symbol] = registers[position] if dim is None else registers[position].shape[dim]

@@ -22,6 +22,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_aggregate
 
+from ort_accel.graph.meta_keys import HAS_GRADIENT
 from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.row_skipping.pipeline import Proposal
 from ort_accel.row_skipping.row_demand import Demands
@@ -34,7 +35,7 @@ Reduced = Any
 NodeParts = tuple[str, str, Any, Any, Any]
 """The operation, name, target, arguments and keyword arguments of a node."""
 
-META_KEYS = ("val", "has_gradient")
+META_KEYS = ("val", HAS_GRADIENT)
 
 MOST_BYTES = 1 << 20
 """The most that a constant tensor of a graph may take."""

@@ -11,8 +11,8 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 import ort_accel
 from ort_accel import engine
-from ort_accel.compiler.features import refuse_missing
 from ort_accel.compiler.module_call import ModelCall
+from ort_accel.compiler.refusals import refuse_unsupported
 from ort_accel.config import Config, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.fused_head import write_out_heads
@@ -35,7 +35,7 @@ def usable_config(source: ConfigSource) -> Config:
     Without a source, the file that the environment names counts: `ort-accel launch` names its own there.
     """
     config = load_config(os.environ.get(CONFIG_VARIABLE) or None if source is None else source)
-    refuse_missing(config)
+    refuse_unsupported(config)
     return config
 
 

@@ -1,9 +1,9 @@
-"""Kernels for attention over [batch, heads, tokens, width]."""
+"""The interface of attention kernels over [batch, heads, tokens, width], and PyTorch's fused kernel for the CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -12,16 +12,16 @@ from ort_accel.kernels.attention_precision import BACKWARD, FORWARD, added, in_f
 
 
 class How(NamedTuple):
-    """Which keys a query looks at, what scores are multiplied by, and what a dropout kept of the weights."""
+    """The options of an attention."""
 
     mask: Tensor | None
     """Booleans, or numbers that are added to the scores."""
     is_causal: bool
     scale: float | None
     kept: Tensor | None = None
-    """1 where a weight is kept, 0 where it is dropped."""
+    """1 where dropout keeps a weight, 0 where it drops it."""
     keep: float = 1.0
-    """How probably each was kept."""
+    """The probability with which dropout keeps a weight."""
 
 
 class Failed(Exception):
@@ -32,40 +32,45 @@ class Kernels(Protocol):
     """Both directions of an attention in which groups of heads may share their keys."""
 
     def drops(self, query: Tensor, pairs: int) -> bool:
-        """Whether these run a dropout, of so many weights at once; they may fail at it (`Failed`)."""
+        """True if these kernels run a dropout of so many weights at once; they may fail at it (`Failed`)."""
 
     def forward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
-        """Of query, key and value: the result, and what only PyTorch's kernel keeps for its gradient, the logarithm of
-        each row's sum."""
+        """Take query, key and value; return the result and, from PyTorch's kernel, the logarithm of each row's sum."""
 
     def backward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
-        """Of the result's gradient, query, key, value and both results: the gradients of query, key and value."""
+        """Take the result's gradient, query, key, value and both results; return the three gradients."""
 
 
 class PyTorchKernels:
-    """PyTorch's fused kernel for the CPU, in the type in which it is faster, and its results in that type."""
+    """PyTorch's fused kernel for the CPU. It runs, and returns its results, in the faster type."""
 
-    def drops(self, *_: Any) -> bool:
-        """It has no dropout."""
+    def drops(self, *_: object) -> bool:
+        """Return False: the kernel has no dropout."""
         return False
 
     def forward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
-        """The result, and the logarithm of each row's sum."""
+        """Return the result, and the logarithm of each row's sum."""
         operands = in_faster_type(FORWARD, operands)
-        results: Sequence[Tensor] = FORWARD(*operands, **_as_told(how, operands[0].dtype))
+        results: Sequence[Tensor] = FORWARD(*operands, **_keywords(how, operands[0].dtype))
         return results
 
     def backward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
-        """The gradients of query, key and value."""
+        """Return the gradients of query, key and value."""
         *operands, sums = operands
         operands = in_faster_type(BACKWARD, operands)
-        results: Sequence[Tensor] = BACKWARD(*operands, sums, 0.0, **_as_told(how, operands[0].dtype))
+        results: Sequence[Tensor] = BACKWARD(*operands, sums, 0.0, **_keywords(how, operands[0].dtype))
         return results
 
 
 PYTORCH = PyTorchKernels()
 
 
-def _as_told(how: How, dtype: torch.dtype) -> dict[str, Any]:
+class _Keywords(TypedDict):
+    is_causal: bool
+    attn_mask: Tensor | None
+    scale: float | None
+
+
+def _keywords(how: How, dtype: torch.dtype) -> _Keywords:
     mask = None if how.mask is None else added(how.mask, dtype)
     return {"is_causal": how.is_causal, "attn_mask": mask, "scale": how.scale}

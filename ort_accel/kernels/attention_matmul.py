@@ -1,12 +1,7 @@
 """Attention as matrix products in ONNX Runtime, tile by tile.
 
-PyTorch's fused kernel multiplies with MKL, in small blocks. Where ONNX Runtime multiplies faster, whole tiles of scores
-are: large enough for all threads, and small enough for the caches. Milliseconds of forward and backward, batch x heads
-(those of the keys) x tokens of 64, two threads of an AMD EPYC (Zen 5), torch 2.13, in PyTorch and as products:
-
-    8 x 6 (6) x 128             5.1     4.0
-    4 x 6 (2) x 256, causal     8.2     5.0
-    2 x 12 (12) x 512          32.9    21.5
+PyTorch's fused kernel multiplies with MKL, in small blocks. Here a tile of scores is large enough for all threads and
+small enough for the caches.
 """
 
 from __future__ import annotations
@@ -14,19 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ort_accel.kernels.attention_dense import How
-from ort_accel.kernels.attention_packed import PAIRS_OF_A_THREAD
+from ort_accel.kernels.attention_packed import PAIRS_PER_THREAD
 from ort_accel.memory.heap_tensors import unfilled
 from ort_accel.runtime.dlpack import to_ort
 from ort_accel.runtime.sessions import Run, Sessions
 
 CAUSAL_ROWS = 128
-"""How many queries of a causal attention a tile has at the most. It has no keys that come behind the last of them."""
+"""The most queries in a tile of a causal attention. A tile has no keys behind its last query."""
 
 _MODEL = """
 <ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
@@ -56,7 +51,7 @@ _BACKWARD = """
 
 
 class _Tile(NamedTuple):
-    """Some samples, some heads of keys with the queries that share them, some of these queries, and so many keys."""
+    """A part of the scores: some samples, heads of keys with the queries that share them, queries and keys."""
 
     samples: slice
     heads: slice
@@ -64,27 +59,27 @@ class _Tile(NamedTuple):
     keys: int
     shared: int
     is_first: bool
-    """Whether no tile before it had any of its keys."""
+    """No tile before this one had any of its keys."""
 
     def of_keys(self, tensor: Tensor) -> Tensor:
-        """The part of keys or values."""
+        """Return the tile's part of keys or values."""
         return tensor[self.samples, self.heads, : self.keys]
 
     def of_queries(self, tensor: Tensor) -> Tensor:
-        """The part of queries."""
+        """Return the tile's part of queries."""
         heads = slice(self.heads.start * self.shared, self.heads.stop * self.shared)
         return tensor[self.samples, heads, self.queries]
 
-    def asked(self, tensor: Tensor) -> Tensor:
-        """The same with the queries of all heads that share keys one below the other."""
+    def stacked(self, tensor: Tensor) -> Tensor:
+        """Return the tile's part of queries, with the heads that share keys one below the other."""
         part = self.of_queries(tensor)
         samples, heads, queries, width = part.shape
         return part.reshape(samples, heads // self.shared, self.shared * queries, width)
 
     @property
     def hidden(self) -> Tensor:
-        """What is added to the scores so that nothing looks at what comes later."""
-        return _later(self.queries.start, self.queries.stop, self.keys, self.shared)
+        """Numbers added to the scores so that no query attends to a later key."""
+        return _causal_mask(self.queries.start, self.queries.stop, self.keys, self.shared)
 
 
 class AttentionProducts:
@@ -92,66 +87,68 @@ class AttentionProducts:
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
-        self._made: dict[tuple[bool, bool, float, float | None], Run] = {}
+        self._runs: dict[tuple[bool, bool, float, float | None], Run] = {}
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[AttentionProducts], tuple[Sessions]]:
         return AttentionProducts, (self._sessions,)
 
     def drops(self, *_: object) -> bool:
-        """A dropout is one more product."""
+        """Return True: a dropout is one more product."""
         return True
 
     def forward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
-        """The result, and zeros: for the gradient nothing is kept."""
+        """Return the result, and zeros: nothing is kept for the gradient."""
         query, key, value = operands
         run = self._session(query, how, is_forward=True)
-        out = _blank(query, value.shape[3])
+        out = _token_major(query, value.shape[3])
         for tile in self._tiles(query, key, how.is_causal):
-            given = [tile.asked(query), tile.of_keys(key), tile.of_keys(value)]
+            given = [tile.stacked(query), tile.of_keys(key), tile.of_keys(value)]
             [part] = _results(run, given, tile, how)
             _put(part, tile.of_queries(out))
         return out, query.new_zeros(query.shape[:3])
 
     def backward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
-        """The gradients of query, key and value."""
+        """Return the gradients of query, key and value."""
         grad, query, key, value, out, _ = operands
         run = self._session(query, how, is_forward=False)
-        of_query, of_key, of_value = (_blank(one, one.shape[3]) for one in (query, key, value))
+        of_query, of_key, of_value = (_token_major(one, one.shape[3]) for one in (query, key, value))
         for tile in self._tiles(query, key, how.is_causal):
-            given = [tile.asked(query), tile.of_keys(key), tile.of_keys(value), tile.asked(grad), tile.asked(out)]
+            given = [tile.stacked(query), tile.of_keys(key), tile.of_keys(value), tile.stacked(grad), tile.stacked(out)]
             part, *others = _results(run, given, tile, how)
             _put(part, tile.of_queries(of_query))
             for other, whole in zip(others, (of_key, of_value), strict=True):
-                place = tile.of_keys(whole)
-                place.copy_(other) if tile.is_first else place.add_(other)
+                target = tile.of_keys(whole)
+                target.copy_(other) if tile.is_first else target.add_(other)
         return of_query, of_key, of_value
 
     def _session(self, query: Tensor, how: How, is_forward: bool) -> Run:
         scale = query.shape[-1] ** -0.5 if how.scale is None else how.scale
         wanted = is_forward, how.is_causal, scale, None if how.kept is None else how.keep
-        if wanted not in self._made:
-            self._made[wanted] = _made(self._sessions, *wanted)
-        return self._made[wanted]
+        if wanted not in self._runs:
+            self._runs[wanted] = _create(self._sessions, *wanted)
+        return self._runs[wanted]
 
     def _tiles(self, query: Tensor, key: Tensor, is_causal: bool) -> Iterator[_Tile]:
-        most = PAIRS_OF_A_THREAD * self._sessions.settings.threads
+        most_pairs = PAIRS_PER_THREAD * self._sessions.settings.threads
         samples, heads, queries = query.shape[:3]
         key_heads, keys = key.shape[1:3]
         shared = heads // key_heads
-        rows = _within(most // (shared * keys), min(queries, CAUSAL_ROWS) if is_causal else queries)
-        at_once = _within(most // (shared * rows * keys), key_heads)
-        together = _within(most // (heads * rows * keys), samples) if at_once == key_heads else 1
-        for sample in range(0, samples, together):
-            for head in range(0, key_heads, at_once):
-                of_heads = slice(head, min(head + at_once, key_heads))
-                for begin in reversed(range(0, queries, rows)):  # the last ones look at all keys
+        rows = _within(most_pairs // (shared * keys), min(queries, CAUSAL_ROWS) if is_causal else queries)
+        heads_at_once = _within(most_pairs // (shared * rows * keys), key_heads)
+        samples_at_once = _within(most_pairs // (heads * rows * keys), samples) if heads_at_once == key_heads else 1
+        for sample in range(0, samples, samples_at_once):
+            for head in range(0, key_heads, heads_at_once):
+                of_heads = slice(head, min(head + heads_at_once, key_heads))
+                for begin in reversed(range(0, queries, rows)):  # the last ones attend to all keys
                     end = min(begin + rows, queries)
                     is_first = end == queries
                     seen = min(end, keys) if is_causal and not is_first else keys
-                    yield _Tile(slice(sample, sample + together), of_heads, slice(begin, end), seen, shared, is_first)
+                    yield _Tile(
+                        slice(sample, sample + samples_at_once), of_heads, slice(begin, end), seen, shared, is_first
+                    )
 
 
-def _made(sessions: Sessions, is_forward: bool, is_causal: bool, scale: float, keep: float | None) -> Run:
+def _create(sessions: Sessions, is_forward: bool, is_causal: bool, scale: float, keep: float | None) -> Run:
     from onnx import parser
 
     optional = {"grad": not is_forward, "out": not is_forward, "hidden": is_causal, "kept": keep is not None}
@@ -179,24 +176,24 @@ def _made(sessions: Sessions, is_forward: bool, is_causal: bool, scale: float, k
 
 def _results(run: Run, given: Sequence[Tensor], tile: _Tile, how: How) -> list[Tensor]:
     hidden = [tile.hidden] if how.is_causal else []
-    kept = [] if how.kept is None else [tile.asked(how.kept)[..., : tile.keys]]
+    kept = [] if how.kept is None else [tile.stacked(how.kept)[..., : tile.keys]]
     return run([to_ort(tensor) for tensor in (*given, *hidden, *kept)])
 
 
 @lru_cache(maxsize=64)
-def _later(begin: int, end: int, keys: int, shared: int) -> Tensor:
+def _causal_mask(begin: int, end: int, keys: int, shared: int) -> Tensor:
     return torch.full((end - begin, keys), -math.inf).triu_(begin + 1).repeat(shared, 1)
 
 
-def _within(wanted: int, most: int) -> int:
-    return max(1, min(wanted, most))
+def _within(wanted: int, limit: int) -> int:
+    return max(1, min(wanted, limit))
 
 
-def _blank(like: Tensor, width: int) -> Tensor:
-    """Memory for [batch, heads, tokens, width] that lies as PyTorch's kernels lay out their results, token by token."""
+def _token_major(like: Tensor, width: int) -> Tensor:
+    """Return memory for [batch, heads, tokens, width], token by token like the results of PyTorch's kernels."""
     samples, heads, tokens, _ = like.shape
     return unfilled((samples, tokens, heads, width), like.dtype).transpose(1, 2)
 
 
-def _put(part: Tensor, place: Tensor) -> None:
-    place.copy_(part.view(place.shape))
+def _put(part: Tensor, target: Tensor) -> None:
+    target.copy_(part.view(target.shape))

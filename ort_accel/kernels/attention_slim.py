@@ -1,32 +1,18 @@
-"""Fused attention for the CPU over keys that groups of heads share, with masks that are looked at in each step.
+"""Fused attention for the CPU over keys that groups of heads share, with masks that are read in each step.
 
-A mask that hides what comes later, and nothing else, spares the kernel half of its work.
+A mask that hides later tokens and nothing else is passed to the kernel as causal, which halves its work.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ort_accel.kernels.attention_dense import PYTORCH, How, Kernels
 from ort_accel.kernels.attention_precision import BACKWARD, FORWARD
-from ort_accel.kernels.packed_rows import LIBRARY, described, own
+from ort_accel.kernels.library import define, fake
 
-LIBRARY.define(
-    "scaled_dot_product_lean(Tensor query, Tensor key, Tensor value, Tensor? allowed, bool is_causal, float? scale) "
-    "-> (Tensor, Tensor)"
-)
-LIBRARY.define(
-    "scaled_dot_product_lean_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor logsumexp, Tensor? allowed, bool is_causal, float? scale) -> (Tensor, Tensor, Tensor)"
-)
-
-LEAN_FORWARD, LEAN_BACKWARD = own.scaled_dot_product_lean, own.scaled_dot_product_lean_backward
-"""Attention over keys that groups of heads share; `allowed` says which keys a query may look at."""
-
-LEAN = {LEAN_FORWARD, LEAN_BACKWARD}
+own = torch.ops.ort_accel
 
 
 def attention(
@@ -38,7 +24,7 @@ def attention(
     scale: float | None,
     kernels: Kernels = PYTORCH,
 ) -> tuple[Tensor, Tensor]:
-    """The result, and the logarithm of each row's sum."""
+    """Return the result, and the logarithm of each row's sum."""
     how = How(*_masking(allowed, is_causal, query, key), scale)
     out, logsumexp = kernels.forward((query, key, value), how)
     return out.to(query.dtype), logsumexp
@@ -56,48 +42,67 @@ def attention_backward(
     scale: float | None,
     kernels: Kernels = PYTORCH,
 ) -> tuple[Tensor, ...]:
-    """The gradients of query, key and value."""
+    """Return the gradients of query, key and value."""
     how = How(*_masking(allowed, is_causal, query, key), scale)
     found = kernels.backward((grad, query, key, value, out, logsumexp), how)
     return tuple(each.to(query.dtype) for each in found)
 
 
 def _masking(allowed: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
-    """How a kernel is told what a mask says: the mask if it has to see it, and whether it is causal."""
+    """Return the mask if the kernel has to read it, and True if the attention is causal."""
     if allowed is None:
         return None, is_causal
-    says_causal = _is_causal(allowed, query.shape[2], key.shape[2])
-    says_nothing = not says_causal and bool(_once(allowed).all())
-    return None if says_causal or says_nothing else allowed, says_causal
+    has_causal_mask = _is_causal(allowed, query.shape[2], key.shape[2])
+    allows_all = not has_causal_mask and bool(_without_repeats(allowed).all())
+    return None if has_causal_mask or allows_all else allowed, has_causal_mask
 
 
 def _is_causal(allowed: Tensor, queries: int, keys: int) -> bool:
-    """Whether each query may look at the keys up to its own, and at no others."""
+    """True if each query may attend to the keys up to its own, and to no others."""
     if queries != keys or keys < 2 or allowed.shape[-2:] != (queries, keys) or not allowed.numel():
         return False
     if bool(allowed[(0,) * (allowed.ndim - 2)][0, -1]):  # most masks that are not causal show it here
         return False
     lower = torch.ones(queries, keys, dtype=torch.bool).tril()
-    return not bool((_once(allowed) != lower).any())
+    return not bool((_without_repeats(allowed) != lower).any())
 
 
-def _once(allowed: Tensor) -> Tensor:
-    """The mask of one of several sequences or heads that have the same in memory."""
+def _without_repeats(allowed: Tensor) -> Tensor:
+    """Return a broadcast mask with one of each dimension that repeats the same memory."""
     for dim in range(allowed.ndim - 2):
         if allowed.stride(dim) == 0 and allowed.shape[dim]:
             allowed = allowed.narrow(dim, 0, 1)
     return allowed
 
 
-LIBRARY.impl("scaled_dot_product_lean", attention, "CPU")
-LIBRARY.impl("scaled_dot_product_lean_backward", attention_backward, "CPU")
+define(
+    "scaled_dot_product_lean(Tensor query, Tensor key, Tensor value, Tensor? allowed, bool is_causal, float? scale) "
+    "-> (Tensor, Tensor)",
+    attention,
+    "CPU",
+)
+define(
+    "scaled_dot_product_lean_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, "
+    "Tensor logsumexp, Tensor? allowed, bool is_causal, float? scale) -> (Tensor, Tensor, Tensor)",
+    attention_backward,
+    "CPU",
+)
+
+LEAN_FORWARD, LEAN_BACKWARD = own.scaled_dot_product_lean, own.scaled_dot_product_lean_backward
+"""Attention over keys that groups of heads share; `allowed` says which keys a query may attend to."""
+
+LEAN = {LEAN_FORWARD, LEAN_BACKWARD}
 
 
-@described("ort_accel::scaled_dot_product_lean")
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Any:
-    return FORWARD(query, key, value)
+@fake("scaled_dot_product_lean")
+def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, ...]:
+    result: tuple[Tensor, ...] = FORWARD(query, key, value)
+    return result
 
 
-@described("ort_accel::scaled_dot_product_lean_backward")
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *_: Any) -> Any:
-    return BACKWARD(grad, query, key, value, out, logsumexp, 0.0, False)
+@fake("scaled_dot_product_lean_backward")
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *_: object
+) -> tuple[Tensor, ...]:
+    result: tuple[Tensor, ...] = BACKWARD(grad, query, key, value, out, logsumexp, 0.0, False)
+    return result

@@ -16,14 +16,14 @@ from torch import Tensor
 aten = torch.ops.aten
 
 CAUSAL_FROM_TOP_LEFT = 1
-"""How the memory-efficient kernel names a mask that starts at the first query and the first key."""
+"""The memory-efficient kernel's number for a mask that starts at the first query and the first key."""
 FLASH_WIDTH, EFFICIENT_WIDTH = 8, 4
-"""The width of a head must be a multiple of these."""
+"""Divisors that each kernel asks of the width of a head."""
 WIDEST_FLASH_HEAD = 256
 
 
 class Lengths(NamedTuple):
-    """Where packed sequences begin and end, as variable-length kernels are told it."""
+    """The beginnings and ends of packed sequences, as arguments of a variable-length kernel."""
 
     queries: Tensor
     """The first row of each sequence and the end of the last, as int32 on the device."""
@@ -36,7 +36,7 @@ class Lengths(NamedTuple):
 def lengths_of(
     queries: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], is_causal: bool, device: torch.device
 ) -> Lengths | None:
-    """The lengths of sequences with these (begin, end) rows; None where one launch cannot run them.
+    """Return the lengths of sequences with these (begin, end) rows; None where one launch cannot run them.
 
     Sequences must follow each other without a gap. Flash attention aligns a causal mask with the last key, so causal
     sequences must have as many queries as keys.
@@ -66,7 +66,7 @@ def runs(query: Tensor, value: Tensor) -> bool:
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths, scale: float | None) -> tuple[Tensor, Tensor]:
-    """The result, and the logarithm of each row's sum as [rows, heads]; zeros where the backward does not need it."""
+    """Return the result, and the logarithm of each row's sum as [rows, heads]; zeros where the backward needs none."""
     if _is_half(query):
         given = (*map(_dense, (query, key, value)), *lengths[:4], 0.0, lengths.is_causal, False)
         out, sums, *_ = aten._flash_attention_forward(*given, scale=scale)
@@ -84,7 +84,7 @@ def backward(
     lengths: Lengths,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value."""
+    """Return the gradients of query, key and value."""
     out, sums = results
     if _is_half(query):
         unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the state of a dropout
@@ -94,9 +94,9 @@ def backward(
         )
         return of_query, of_key, of_value
     out, sums, seed, offset, longest_query, longest_key = _efficient(query, key, value, lengths, scale, with_sums=True)
-    of_pass = (*map(_batch, (grad, query, key, value)), None, out, lengths.queries, lengths.keys)
+    forward_arguments = (*map(_batch, (grad, query, key, value)), None, out, lengths.queries, lengths.keys)
     kept = (longest_query, longest_key, sums, 0.0, seed, offset, _mask(lengths), False)
-    *grads, _ = aten._efficient_attention_backward(*of_pass, *kept, scale=scale)
+    *grads, _ = aten._efficient_attention_backward(*forward_arguments, *kept, scale=scale)
     of_query, of_key, of_value = (item.squeeze(0) for item in grads)
     return of_query, of_key, of_value
 

@@ -1,47 +1,41 @@
-"""Drawing what a dropout keeps, as PyTorch draws it: the same numbers of the generator, the same bits."""
+"""The operator that draws a dropout mask: the same bits from the same numbers of the generator as PyTorch's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
 from math import ceil, prod
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library, register_fake
 
-LIBRARY: Any = Library("ort_accel", "FRAGMENT")  # type: ignore[no-untyped-call]
-LIBRARY.define(
-    "kept(SymInt[] size, float probability, Device device) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
-)
+from ort_accel.kernels.library import ANY_DEVICE, define, fake
 
-CHUNK = 32768
-"""So many numbers are drawn at a time: they stay in the cache, and PyTorch starts no threads for so few."""
+CHUNK_NUMBERS = 32768
+"""Numbers that are drawn at a time: they stay in the cache, and PyTorch starts no threads for so few."""
 
 
 def _kept(size: Sequence[int], probability: float, device: torch.device) -> Tensor:
-    if device.type != "cpu" or not _compares():
+    if device.type != "cpu" or not _bernoulli_compares_bits():
         return torch.empty(size, dtype=torch.bool, device=device).bernoulli_(probability)
     count = prod(size)
-    kept, numbers = torch.empty(count, dtype=torch.bool), torch.empty(min(count, CHUNK), dtype=torch.int64)
-    for part in torch.ops.aten.split.Tensor(kept, CHUNK):
+    kept, numbers = torch.empty(count, dtype=torch.bool), torch.empty(min(count, CHUNK_NUMBERS), dtype=torch.int64)
+    for part in torch.ops.aten.split.Tensor(kept, CHUNK_NUMBERS):
         numbers = numbers[: len(part)] if len(part) < len(numbers) else numbers
         _compare(numbers.random_(), probability, part)
     return kept.view(size)
 
 
 def _compare(numbers: Tensor, probability: float, result: Tensor) -> None:
-    """The last 53 bits of a number are a number below 1 in double precision."""
+    """Compare the last 53 bits of each number, a double below 1, with the probability."""
     torch.lt(numbers.bitwise_and_((1 << 53) - 1), ceil(probability * (1 << 53)), out=result)
 
 
 @cache
-def _compares() -> bool:
-    """Whether `bernoulli` compares the bits of each number of the generator, as `_compare` does.
+def _bernoulli_compares_bits() -> bool:
+    """True if `bernoulli` compares the bits of each number of the generator, as `_compare` does.
 
-    Where it does, drawing and comparing apart takes two thirds of the time. On processors of Intel it leaves both to a
-    library of theirs, which has other numbers.
+    It does not on Intel's processors, where MKL draws from other numbers. Elsewhere, `_compare` is faster.
     """
     drawn, compared = (torch.Generator().manual_seed(7) for _ in range(2))
     expected = torch.empty(4099, dtype=torch.bool).bernoulli_(0.3, generator=drawn)
@@ -50,14 +44,18 @@ def _compares() -> bool:
     return torch.equal(expected, found) and torch.equal(drawn.get_state(), compared.get_state())
 
 
-LIBRARY.impl("kept", _kept, "CompositeExplicitAutograd")
+define(
+    "kept(SymInt[] size, float probability, Device device) -> Tensor",
+    _kept,
+    ANY_DEVICE,
+    tags=[torch.Tag.nondeterministic_seeded],
+)
 
 
-def _described(size: Sequence[int], probability: float, device: torch.device) -> Tensor:
+@fake("kept")
+def _(size: Sequence[int], probability: float, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.bool, device=device)
 
-
-register_fake("ort_accel::kept", _described)
 
 kept = torch.ops.ort_accel.kept.default
 """True where a dropout keeps, False where it drops: `kept(size, probability of keeping, device)`."""

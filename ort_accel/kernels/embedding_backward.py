@@ -1,8 +1,7 @@
 """The gradient of a large embedding, in memory of ONNX Runtime's pool.
 
-Zeros for 30,522 words and a width of 384, 45 MiB, took 30 to 80 ms on a virtual machine, most of that for pages from
-the system. In the pool's memory, which stays, they took 2.3 ms. Smaller ones lie where other tensors can come after
-them: in the pool those of 8,000 words, 12 MiB, were in use throughout the next step, too.
+The system maps pages for new memory of that size in each step; the pool keeps them. Smaller gradients stay out of the
+pool, since their blocks would hold memory that other tensors can use.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ aten = torch.ops.aten
 
 
 def embedding_gradient(grad: Tensor, indices: Tensor, count: int, padding: int, by_frequency: bool) -> Tensor:
-    """What `aten.embedding_dense_backward` gives, bit for bit: it adds up the rows that occur, in the same order."""
+    """Return the bits of `aten.embedding_dense_backward`: the rows that occur are added up in the same order."""
     width = grad.shape[-1]
     is_large = count * width * grad.itemsize >= LARGE
     if not is_large or by_frequency or not grad.is_cpu or grad.dtype != torch.float32 or not grad.numel():

@@ -1,8 +1,7 @@
-"""The scores of words for tokens, as one operator: what each token's target gets, and the entropy beside it.
+"""The log-probability of each token's target and the entropy beside it, as one operator.
 
-As single operators these and their gradients make a dozen tensors as large as the scores. Here the forward makes none,
-and the backward one: the gradient. Parts of it that nobody asked for, such as that of an entropy which is only logged,
-take no time.
+The separate operators and their gradients make a dozen tensors as large as the scores. Here the forward makes none, and
+the backward makes one, the gradient. The backward skips the entropy where nothing reads its gradient.
 """
 
 from __future__ import annotations
@@ -12,46 +11,41 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library, register_autograd, register_fake
+from torch.library import register_autograd
 
-LIBRARY: Any = Library("ort_accel", "FRAGMENT")  # type: ignore[no-untyped-call]
-LIBRARY.define("token_scores(Tensor scores, Tensor targets) -> (Tensor, Tensor, Tensor)")
-LIBRARY.define(
-    "token_scores_backward(Tensor found, Tensor entropy_grad, Tensor scores, Tensor targets, Tensor total, "
-    "Tensor entropy) -> Tensor"
-)
+from ort_accel.kernels.library import ANY_DEVICE, define, fake
 
-AT_ONCE = 1 << 19
-"""So many numbers are worked on at a time: they stay in the cache."""
+BLOCK_NUMBERS = 1 << 19
+"""Numbers that are worked on at a time: they stay in the cache."""
 
 
 def _blocks(scores: Tensor) -> Iterator[slice]:
-    rows = max(AT_ONCE // max(scores.shape[1], 1), 1)
-    return (slice(at, at + rows) for at in range(0, scores.shape[0], rows))
+    rows = max(BLOCK_NUMBERS // max(scores.shape[1], 1), 1)
+    return (slice(start, start + rows) for start in range(0, scores.shape[0], rows))
 
 
 def _token_scores(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    found, entropy, total = (scores.new_empty(scores.shape[0]) for _ in range(3))
+    log_probs, entropy, logsumexp = (scores.new_empty(scores.shape[0]) for _ in range(3))
     for rows in _blocks(scores):
         part = scores[rows]
-        most = part.amax(-1, keepdim=True)
-        powers = (part - most).exp_()
+        largest = part.amax(-1, keepdim=True)
+        powers = (part - largest).exp_()
         sums = powers.sum(-1)
-        total[rows] = sums.log() + most.squeeze(-1)
-        entropy[rows] = total[rows] - torch.linalg.vecdot(powers, part) / sums
-        found[rows] = part.gather(-1, targets[rows].unsqueeze(-1)).squeeze(-1) - total[rows]
-    return found, entropy, total
+        logsumexp[rows] = sums.log() + largest.squeeze(-1)
+        entropy[rows] = logsumexp[rows] - torch.linalg.vecdot(powers, part) / sums
+        log_probs[rows] = part.gather(-1, targets[rows].unsqueeze(-1)).squeeze(-1) - logsumexp[rows]
+    return log_probs, entropy, logsumexp
 
 
 def _token_scores_backward(
-    found: Tensor, entropy_grad: Tensor, scores: Tensor, targets: Tensor, total: Tensor, entropy: Tensor
+    grad: Tensor, entropy_grad: Tensor, scores: Tensor, targets: Tensor, logsumexp: Tensor, entropy: Tensor
 ) -> Tensor:
     gradient = torch.empty_like(scores)
-    asks_for_entropy = bool(entropy_grad.any())
+    has_entropy_grad = bool(entropy_grad.any())
     for rows in _blocks(scores):
-        logarithms = scores[rows] - total[rows].unsqueeze(-1)
-        part, share = torch.exp(logarithms, out=gradient[rows]), found[rows].unsqueeze(-1)
-        if asks_for_entropy:
+        logarithms = scores[rows] - logsumexp[rows].unsqueeze(-1)
+        part, share = torch.exp(logarithms, out=gradient[rows]), grad[rows].unsqueeze(-1)
+        if has_entropy_grad:
             logarithms.add_(entropy[rows].unsqueeze(-1)).mul_(entropy_grad[rows].unsqueeze(-1)).add_(share)
             part.mul_(logarithms.neg_())
         else:
@@ -60,37 +54,42 @@ def _token_scores_backward(
     return gradient
 
 
-for _name, _kernel in {"token_scores": _token_scores, "token_scores_backward": _token_scores_backward}.items():
-    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+define("token_scores(Tensor scores, Tensor targets) -> (Tensor, Tensor, Tensor)", _token_scores, ANY_DEVICE)
+define(
+    "token_scores_backward(Tensor found, Tensor entropy_grad, Tensor scores, Tensor targets, Tensor total, "
+    "Tensor entropy) -> Tensor",
+    _token_scores_backward,
+    ANY_DEVICE,
+)
 
 
-@register_fake("ort_accel::token_scores")  # type: ignore[untyped-decorator]
+@fake("token_scores")
 def _(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     torch._check(scores.shape[0] == targets.shape[0])  # type: ignore[no-untyped-call]
-    found, entropy, total = (scores.new_empty(scores.shape[0]) for _ in range(3))
-    return found, entropy, total
+    log_probs, entropy, logsumexp = (scores.new_empty(scores.shape[0]) for _ in range(3))
+    return log_probs, entropy, logsumexp
 
 
-@register_fake("ort_accel::token_scores_backward")  # type: ignore[untyped-decorator]
-def _(_found: Tensor, _entropy_grad: Tensor, scores: Tensor, *_: Tensor) -> Tensor:
+@fake("token_scores_backward")
+def _(_grad: Tensor, _entropy_grad: Tensor, scores: Tensor, *_: Tensor) -> Tensor:
     return torch.empty_like(scores)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, entropy, total = output
-    ctx.mark_non_differentiable(total)
-    ctx.save_for_backward(*inputs, total, entropy)
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, entropy, logsumexp = output
+    ctx.mark_non_differentiable(logsumexp)
+    ctx.save_for_backward(*inputs, logsumexp, entropy)
 
 
-def _differentiate(ctx: Any, found: Tensor, entropy: Tensor, _total: Any) -> tuple[Tensor, None]:
-    return token_scores_backward(found, entropy, *ctx.saved_tensors), None
+def _differentiate(ctx: Any, grad: Tensor, entropy_grad: Tensor, _: object) -> tuple[Tensor, None]:
+    return token_scores_backward(grad, entropy_grad, *ctx.saved_tensors), None
 
 
-register_autograd("ort_accel::token_scores", _differentiate, setup_context=_keep)
+register_autograd("ort_accel::token_scores", _differentiate, setup_context=_save)
 
 token_scores = torch.ops.ort_accel.token_scores.default
-"""For rows of scores and a target for each: the logarithm of the target's probability, the entropy, and the logarithm
-of the sum of all powers, which has no gradient."""
+"""For rows of scores and a target each: the target's log-probability, the entropy, and the log-sum-exp of the scores,
+which has no gradient."""
 
 token_scores_backward = torch.ops.ort_accel.token_scores_backward.default
-"""The gradient of the scores, from those of the first two results."""
+"""The gradient of the scores, from those of the log-probability and the entropy."""

@@ -1,1 +1,1 @@
-"""The memory of this process: how the C library hands it out, how much is in use, and running out of it."""
+"""The memory of this process: the C library's allocator, the resident set, and errors for lack of memory."""

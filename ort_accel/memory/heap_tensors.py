@@ -1,4 +1,4 @@
-"""Tensors in blocks as the C library cuts them, with no more asked of it than how large they are."""
+"""CPU tensors in unaligned malloc blocks, so that glibc can reuse a freed block for the next tensor of its size."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import cast
 import torch
 
 ALIGNMENT = 64
-"""Bytes; what kernels like best."""
+"""Bytes. Tensors begin at a multiple of this, as PyTorch's do."""
 
 LEAST = 128 << 10
-"""Smaller tensors are made as PyTorch makes them: their gaps are filled with small objects."""
+"""Bytes. PyTorch allocates smaller tensors: small objects fill the gaps between them."""
 
-_block = ctypes.pythonapi.PyByteArray_FromStringAndSize
-_block.argtypes, _block.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
+_new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
+_new_bytearray.argtypes, _new_bytearray.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
 
 
 def unfilled(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the CPU, to be written to.
+    """Returns an uninitialized tensor on the CPU.
 
-    PyTorch asks for memory at a multiple of 64 bytes. Before 2.39, glibc cuts such a block out of a larger one and does
-    not join what is left over with it again. Once freed, the block is then a little too small for the next one of its
-    size. Here the block is that much larger, and the tensor begins where it fits: freed, it is right for the next one.
+    PyTorch asks for aligned memory. Before version 2.39, glibc cuts an aligned block out of a larger one and does not
+    merge the rest with it again, so that the freed block is too small for the next one of its size. The block here is
+    larger by the alignment, and the tensor begins at the aligned address within it.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < LEAST:
         return torch.empty(shape, dtype=dtype, device="cpu")
     try:
-        block = cast("bytearray", _block(None, size + ALIGNMENT))  # with no content given, it is not filled
+        block = cast("bytearray", _new_bytearray(None, size + ALIGNMENT))  # without content, it is not filled
     except MemoryError:
-        return torch.empty(shape, dtype=dtype, device="cpu")  # whose error says how much was asked for
+        return torch.empty(shape, dtype=dtype, device="cpu")  # its error says how much was asked for
     start = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % ALIGNMENT
     flat = torch.frombuffer(block, dtype=dtype, count=size // dtype.itemsize, offset=start)
-    return flat.resize_(shape)  # not a view: one that is made without gradients cannot be written over with them
+    return flat.resize_(shape)  # a view that is made without gradients could not be written to with gradients
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its elements one behind the other: itself, or a copy where they lie otherwise."""
+    """Returns a contiguous tensor: the given one, or a copy of it."""
     if tensor.is_contiguous() or tensor.device.type != "cpu":
         return tensor.contiguous()
     return unfilled(tensor.shape, tensor.dtype).copy_(tensor)

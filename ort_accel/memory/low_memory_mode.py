@@ -1,29 +1,26 @@
-"""A process that is to hold little: freed memory goes back to the system where it would otherwise grow."""
+"""Low memory mode: trims the C library's heap when the resident set would grow."""
 
 from __future__ import annotations
 
 from ort_accel.memory.malloc_settings import return_free_memory
 from ort_accel.memory.process_memory import resident_now
 
-MORE = 1.05
-"""How many times what a process was seen to need it may hold."""
+ALLOWED_GROWTH = 1.05
+"""The resident set may reach this many times its size after the last trim."""
 
 
 class LittleHeld:
-    """Looks, whenever it is called, at how much the process holds.
+    """Trims the heap when it is called and the resident set exceeds its limit.
 
-    Freed blocks stay there for those that come next, which costs nothing. glibc leaves gaps between them, though, that
-    only smaller blocks fit into. Where the process holds more than it ever needed, all that is free goes back. What it
-    holds then, it needs; and it may hold a little more before it is looked at again. Were large blocks given back as
-    soon as they are freed, which glibc can do as well, each step would take the same memory anew, page by page: 1.2 s
-    of 4.6 for a BERT of 12 layers of 768.
+    Freed blocks stay in the heap for later ones, which is fast, but glibc leaves gaps that only smaller blocks fit. If
+    glibc returned large blocks as soon as they are freed, each step would fault the same pages in again.
     """
 
     def __init__(self) -> None:
-        self._limit = 0.0
+        self._limit_bytes = 0.0
 
     def __call__(self) -> None:
-        """Give back what is free, if there is much of it."""
-        if resident_now() > self._limit:
+        """Trim the heap if the resident set exceeds its limit, and set a new limit."""
+        if resident_now() > self._limit_bytes:
             return_free_memory()
-            self._limit = MORE * resident_now()
+            self._limit_bytes = ALLOWED_GROWTH * resident_now()

@@ -1,4 +1,4 @@
-"""What the C library does with memory that was freed. glibc can be told, for the whole process; others cannot."""
+"""Settings of the C library's malloc: trimming, the mmap threshold and heap fragmentation. Only glibc has them."""
 
 from __future__ import annotations
 
@@ -6,75 +6,73 @@ import ctypes
 import os
 from contextlib import suppress
 from functools import cache
-from typing import Any
 
 JOINING = "glibc.malloc.tcache_count=0"
-"""The tunable that has glibc join freed blocks with what lies around them. It reads it when a process starts."""
+"""The tunable with which glibc coalesces freed blocks. glibc reads tunables when a process starts."""
 
-_JOINS_SINCE = (2, 39)
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""The numbers of these parameters for glibc's `mallopt`."""
-_LARGEST_IN_HEAP, _NEVER = 32 << 20, -1
-"""The largest value of the second that glibc allows, and for the first that nothing is given back by itself."""
+_COALESCES_SINCE = (2, 39)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's `mallopt`."""
+_MAX_MMAP_THRESHOLD_BYTES, _NEVER_TRIM = 32 << 20, -1
 _THRESHOLDS = ("trim_threshold", "mmap_threshold", "top_pad")
-"""What somebody may have told glibc: as `MALLOC_TOP_PAD_` in the environment, or as `glibc.malloc.top_pad` among its
-tunables."""
+"""Settings that a user may have made: `MALLOC_TOP_PAD_` in the environment, or the tunable `glibc.malloc.top_pad`."""
 
 
 def return_free_memory() -> None:
-    """Let the C library give back what it keeps of freed memory, where it can."""
-    if (trim := of_c_library("malloc_trim")) is not None:
+    """Return the free memory of the heap to the system with `malloc_trim`, if the C library has it."""
+    if (trim := libc_function("malloc_trim")) is not None:
         trim(0)
 
 
 @cache
 def joins_freed_blocks() -> bool:
-    """Whether a freed block is joined with what was cut off from it when it was taken.
+    """True if glibc merges a freed aligned block with the bytes that were cut off to align it.
 
-    PyTorch takes memory at multiples of 64 bytes. What glibc cuts off from a larger block for that went, before 2.39,
-    to the thread's cache of small blocks. Once freed, the block is then a little too small for the next one of its
-    size, and in the long run the gaps take as much as what is in use.
+    Before version 2.39, these bytes go to the thread's cache of small blocks. The freed block is then too small for the
+    next one of its size, and the heap fragments.
     """
-    return JOINING in _tunables().split(":") or _glibc() >= _JOINS_SINCE
+    return JOINING in _tunables().split(":") or _glibc_version() >= _COALESCES_SINCE
 
 
 def leaves_gaps() -> bool:
-    """Whether it is a glibc that leaves gaps between freed blocks, and was not told to join them."""
-    return bool(_glibc()) and not joins_freed_blocks()
+    """True if the C library is a glibc that fragments its heap."""
+    return bool(_glibc_version()) and not joins_freed_blocks()
 
 
 def keep_freed_blocks() -> bool:
-    """Let the C library keep what a step frees for the next one; whether it will.
+    """Let the heap keep freed blocks for the next step; returns True if it will.
 
-    By itself glibc gives the end of its memory back whenever more than twice the largest block is free there. A step
-    then takes it anew, page by page: 15,000 pages in each step of a masked language model took 100 ms of 740 on two
-    virtual cores. It is left as it is where somebody has told it what to do.
+    By default, glibc trims the end of its heap often, and each step faults the same pages in again. Thresholds that a
+    user has set stay.
     """
     tunables = _tunables()
-    told = any(f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}" in tunables for name in _THRESHOLDS)
-    return not told and _set_thresholds(_LARGEST_IN_HEAP, _NEVER)
+    is_set = any(f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}" in tunables for name in _THRESHOLDS)
+    return not is_set and _set_thresholds(_MAX_MMAP_THRESHOLD_BYTES, _NEVER_TRIM)
 
 
 @cache
-def of_c_library(name: str) -> Any:
-    """A function that only some C libraries have; None where this one has not."""
-    with suppress(OSError, AttributeError, TypeError):  # Windows cannot look at what is loaded already
-        return getattr(ctypes.CDLL(None), name)
+def libc_function(name: str) -> ctypes._NamedFuncPointer | None:
+    """Returns a function of the C library; None if it has none of this name."""
+    with suppress(OSError, AttributeError, TypeError):  # on Windows, loaded libraries cannot be searched
+        function: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(None), name)
+        return function
     return None
 
 
-def _set_thresholds(mmap: int, trim: int) -> bool:
-    tell = of_c_library("mallopt")
-    return tell is not None and bool(tell(_MMAP_THRESHOLD, mmap)) and bool(tell(_TRIM_THRESHOLD, trim))
+def _set_thresholds(mmap_bytes: int, trim_bytes: int) -> bool:
+    mallopt = libc_function("mallopt")
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, mmap_bytes)) and bool(mallopt(_M_TRIM_THRESHOLD, trim_bytes))
 
 
 def _tunables() -> str:
     return os.environ.get("GLIBC_TUNABLES", "")
 
 
-def _glibc() -> tuple[int, ...]:
-    """The version of glibc; nothing where there is another library."""
-    with suppress(AttributeError, ValueError, OSError):  # Windows has no such question, macOS and musl no such answer
+def _glibc_version() -> tuple[int, ...]:
+    """Returns the version of glibc; an empty tuple for another C library."""
+    with suppress(AttributeError, ValueError, OSError):  # Windows has no confstr; macOS and musl lack this name
         name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
         return tuple(map(int, version.split("."))) if name == "glibc" else ()
     return ()

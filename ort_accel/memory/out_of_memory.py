@@ -1,4 +1,4 @@
-"""Running out of memory: how it is known, in the words of PyTorch, ONNX Runtime and Python, and what helps."""
+"""Recognizes errors for lack of memory from PyTorch, ONNX Runtime and Python, and adds advice to them."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ HELP = (
     "keep less for the backward: memory.budget or memory.level in ort_accel's configuration"
 )
 
-_WORDS = ("out of memory", "allocate memory", "bad_alloc", "bad allocation")
+_PHRASES = ("out of memory", "allocate memory", "bad_alloc", "bad allocation")
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out."""
+    """True if an error says that memory ran out."""
     text = str(error).lower()
-    return isinstance(error, MemoryError) or any(words in text for words in _WORDS)
+    return isinstance(error, MemoryError) or any(phrase in text for phrase in _PHRASES)
 
 
 def explain_lack_of_memory(error: BaseException) -> None:
-    """Add to an error that memory ran out in which process that was, and what helps; to another error, nothing.
+    """Add a note to an error that says that memory ran out: the process, its resident set, and advice.
 
-    The error stays what it is, so that whoever looks for it finds it, as Trainers do that look for a batch size.
+    The error keeps its type and message, so that Trainers that search for a batch size recognize it.
     """
     if not is_lack_of_memory(error) or any(HELP in note for note in getattr(error, "__notes__", ())):
         return
     held = resident()
     holding = "" if held is None else f" It holds {held / 2**20:,.0f} MiB."
-    error.add_note(f"ort_accel: {_this_process()} ran out of memory.{holding} {HELP}.")
+    error.add_note(f"ort_accel: {_process_name()} ran out of memory.{holding} {HELP}.")
 
 
-def _this_process() -> str:
+def _process_name() -> str:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return f"rank {distributed.get_rank()} of {distributed.get_world_size()} processes"

@@ -17,14 +17,13 @@ from ort_accel.kernels.host_copies import is_move
 from ort_accel.kernels.token_log_probs import token_scores, token_scores_backward
 from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, Operand, Slower, describe
 from ort_accel.lowering.registry import lower, lowerings
+from ort_accel.operators.facts import facts
 from ort_accel.partition.known_slow_ops import slower
 from ort_accel.reporting import Reason
 from ort_accel.runtime.crash_journal import EndedBefore
 from ort_accel.runtime.sessions import Sessions
 
 aten = torch.ops.aten
-
-BLANK = {aten.empty, aten.empty_like, aten.empty_permuted, aten.empty_strided}
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Assigner:
             return Refusal(Reason.ONE_STEP)
         if is_random(node):
             return Refusal(Reason.RANDOM)
-        if target.overloadpacket in BLANK and all(map(is_random, node.users)):
+        if facts(node).is_uninitialized and all(map(is_random, node.users)):
             return Refusal(Reason.RANDOM, "memory to draw into")
         return None
 

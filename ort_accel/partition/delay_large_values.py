@@ -11,13 +11,11 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from ort_accel.graph.meta_keys import OUTLIVES_GRAPH, RUNS_AFTER
 from ort_accel.graph.nodes import bytes_made, is_random, writes
 from ort_accel.kernels.host_copies import is_move
-from ort_accel.partition.segments import BEHIND, Cut, has_a_place, seen_from
+from ort_accel.partition.segments import Cut, has_a_place, seen_from
 from ort_accel.reporting import Runner
-
-LASTS = "lasts"
-"""Key in the meta of an input: it is there whether anybody reads it or not."""
 
 LARGE = 1 << 20
 """Bytes. One more segment takes some ten microseconds, and to make so many bytes takes longer."""
@@ -27,7 +25,7 @@ def keep_apart(cuts: Sequence[Cut], free: set[fx.Node]) -> list[Cut]:
     """These cuts, with large values made as late, and let go as early, as more cuts allow. No more is alive at
     any moment for it, though ONNX Runtime's pool may divide otherwise. Graphs that compute nothing again stay as they
     are."""
-    if not any(BEHIND in node.meta for cut in cuts for node in cut.nodes):
+    if not any(RUNS_AFTER in node.meta for cut in cuts for node in cut.nodes):
         return list(cuts)
     parting = _Parting(cuts, free)
     late = parting.late()
@@ -50,7 +48,7 @@ class _Parting:
             for item in read:
                 self._readers.setdefault(item, []).append(node)
         self._returned = seen_from(cuts[0].nodes[0].graph.output_node(), free)
-        copies = [bytes_made(node) for node in self.place if BEHIND in node.meta]
+        copies = [bytes_made(node) for node in self.place if RUNS_AFTER in node.meta]
         self._large = max(LARGE, max(copies, default=0) / 2)
         self._fixed = {self.place[node] for node in self.place if writes(node) or is_move(node)}
 
@@ -66,7 +64,7 @@ class _Parting:
     def _can_wait(self, node: fx.Node, first: int) -> bool:
         """Whether a value can be made right before a cut, of what is there until then in any case: ONNX Runtime holds
         what it was given until a cut ends, PyTorch lets go of it behind its last reader."""
-        stays = has_a_place(node) or is_random(node) or BEHIND in node.meta or node in self._returned
+        stays = has_a_place(node) or is_random(node) or RUNS_AFTER in node.meta or node in self._returned
         if stays or bytes_made(node) < self._large:
             return False
         if not self._fixed.isdisjoint(range(self.place[node], first)):
@@ -76,7 +74,7 @@ class _Parting:
 
     def _is_there(self, item: fx.Node, reader: fx.Node, until: int) -> bool:
         others = (self.place[other] for other in self._readers[item] if other is not reader)
-        return LASTS in item.meta or item in self._returned or max(others, default=-1) >= until
+        return OUTLIVES_GRAPH in item.meta or item in self._returned or max(others, default=-1) >= until
 
     def without_tail(self, cut: Cut) -> list[Cut]:
         """A cut, or two where one large value begins and ends within it and is read at its end, as the gradient of a

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from ort_accel.graph.meta_keys import RUNS_AFTER
 from ort_accel.graph.nodes import (
     bytes_made,
     is_from_data,
@@ -28,9 +29,6 @@ Decide = Callable[[fx.Node], Refusal | None]
 
 OF_NO_ACCOUNT = 1 << 16
 """So few bytes more or less do not matter."""
-
-BEHIND = "behind"
-"""Key in a node's meta: names of nodes that must have run in an earlier segment before this one may."""
 
 
 @dataclass
@@ -228,7 +226,11 @@ def _follows(node: fx.Node, read: Mapping[fx.Node, set[fx.Node]], readers: Mappi
 def _behind(nodes: Sequence[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
     """For nodes that are held back: what they stay behind."""
     named = {node.name: node for node in nodes}
-    return {node: {named[name] for name in node.meta[BEHIND] if name in named} for node in nodes if BEHIND in node.meta}
+    return {
+        node: {named[name] for name in node.meta[RUNS_AFTER] if name in named}
+        for node in nodes
+        if RUNS_AFTER in node.meta
+    }
 
 
 def _dependencies(nodes: Sequence[fx.Node], free: set[fx.Node]) -> dict[fx.Node, set[fx.Node]]:

@@ -1,1 +1,1 @@
-"""Graph passes: each takes an ATen graph and changes it in place."""
+"""Graph passes; `pipeline.py` lists them in their order."""

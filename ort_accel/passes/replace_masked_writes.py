@@ -1,41 +1,46 @@
-"""Writes values to where a mask holds as a choice between two tensors: `x[mask] = value` as `where(mask, value, x)`.
+"""Replaces `x[mask] = value` by `x.copy_(where(mask, value, x))` if the value is the same for every masked position.
 
-Autograd would look up how many positions the mask has to sum the gradient of `value`, which no graph knows before it
-runs, so that Dynamo would divide the graph there. Wav2Vec2's masked time steps are written so.
+Autograd computes the value's gradient from the number of masked positions, which is unknown at capture. Dynamo would
+break the graph there. Wav2Vec2 writes its masked time steps this way.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
+
+from ort_accel.passes.options import PassOptions
 
 
-def write_by_mask(module: fx.GraphModule) -> None:
-    """Replace, in a graph that Dynamo captured, each assignment whose value is the same for every chosen position."""
-    found = [node for node in module.graph.nodes if node.target is operator.setitem and _is_uniform(*node.args)]
+def replace_masked_writes(graph: fx.Graph, _: PassOptions) -> int:
+    """Replace such assignments in a graph that Dynamo captured; returns how many."""
+    found = [node for node in graph.nodes if node.target is operator.setitem and _is_uniform(*node.args)]
     for node in found:
         node.target = assign_where
-    if found:
-        module.recompile()
+    if found and graph.owning_module is not None:
+        graph.owning_module.recompile()
+    return len(found)
 
 
-def assign_where(into: Tensor, mask: Tensor, value: Any) -> None:
-    """Do what `into[mask] = value` does, for a value that does not depend on the position in the mask."""
-    chosen = mask[(..., *[None] * (into.ndim - mask.ndim))]
-    into.copy_(torch.where(chosen, value, into))
+def assign_where(target: Tensor, mask: Tensor, value: Tensor | float) -> None:
+    """Do `target[mask] = value` for a value that is the same for every masked position."""
+    expanded = mask[(..., *[None] * (target.ndim - mask.ndim))]
+    target.copy_(torch.where(expanded, value, target))
 
 
-def _is_uniform(into: fx.node.Argument, mask: fx.node.Argument, value: fx.node.Argument) -> bool:
-    whole, where, what = map(_example, (into, mask, value))
-    if not isinstance(whole, Tensor) or not isinstance(where, Tensor) or where.dtype != torch.bool or where.ndim == 0:
+def _is_uniform(target: Argument, mask: Argument, value: Argument) -> bool:
+    written, chosen, example = map(_example, (target, mask, value))
+    if not isinstance(written, Tensor) or not isinstance(chosen, Tensor):
         return False
-    if isinstance(what, Tensor):
-        return what.ndim <= whole.ndim - where.ndim and what.dtype == whole.dtype
-    return isinstance(what, bool | int | float)
+    if chosen.dtype != torch.bool or chosen.ndim == 0:
+        return False
+    if isinstance(example, Tensor):
+        return example.ndim <= written.ndim - chosen.ndim and example.dtype == written.dtype
+    return isinstance(example, bool | int | float)
 
 
-def _example(argument: fx.node.Argument) -> Any:
+def _example(argument: Argument) -> object:
     return argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument

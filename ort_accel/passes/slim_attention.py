@@ -1,23 +1,27 @@
-"""Replaces PyTorch's fused attention for the CPU where a captured graph carries more than a step needs.
+"""Removes additive masks and repeated keys from PyTorch's fused CPU attention.
 
-While a model is captured, nobody can look at values. So transformers writes every mask as a tensor there, and keys and
-values once for each head that reads them. This pass hands the kernel the condition that a mask was made from, and keys
-that groups of heads share: these are neither copied, nor kept for the backward, nor summed up.
+Values are unknown at capture, so transformers builds every mask as a tensor, and repeats keys and values for each head.
+
+1. A mask made by `where(condition, 0, -inf)` is replaced by its condition.
+2. Keys and values that heads share (GQA) are passed unrepeated, so that they are neither copied nor saved, and their
+   gradients need no sum over heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
+from torch.fx.node import Argument
 
 from ort_accel.graph.nodes import is_part
 from ort_accel.graph.symbolic_sizes import known_equal, same_shape
 from ort_accel.kernels.attention_precision import BACKWARD, FORWARD
 from ort_accel.kernels.attention_slim import LEAN_BACKWARD, LEAN_FORWARD
+from ort_accel.passes.options import PassOptions
 
 aten = torch.ops.aten
 
@@ -26,43 +30,46 @@ RESHAPED = {aten._unsafe_view.default, aten.view.default, aten.reshape.default}
 
 @dataclass
 class _Found:
-    """A fused attention in a graph, with its gradient where that is in the graph, too."""
+    """A fused attention in a graph, with its backward if the graph has it."""
 
     forward: fx.Node
     backward: fx.Node | None
     key: fx.Node
     value: fx.Node
-    allowed: fx.Node | None
-    is_causal: bool
+    condition: fx.Node | None
+    """True where the mask shows a key; None without a mask."""
+    is_causal: Argument
     sums: dict[int, list[fx.Node]]
-    """By the position of a result of the backward, what sums it up over the heads that share a key."""
+    """The nodes that sum a result of the backward over heads that share a key, by the result's position."""
 
     @property
-    def is_lean(self) -> bool:
-        """Whether there is nothing to leave out."""
-        return self.allowed is None and (self.key, self.value) == self.forward.args[1:3]
+    def is_slim(self) -> bool:
+        """True if it has neither a mask nor repeated keys."""
+        return self.condition is None and (self.key, self.value) == self.forward.args[1:3]
 
 
-def slim_attention(graph: fx.Graph) -> int:
-    """Leave out repeated keys and masks known in a step only; returns for how many kernels."""
+def slim_attention(graph: fx.Graph, _: PassOptions) -> int:
+    """Remove masks and repeated keys; returns for how many kernels."""
     nodes = graph.find_nodes(op="call_function", target=FORWARD)
-    found = [attention for node in nodes if (attention := _find(node)) and not attention.is_lean]
+    found = [attention for node in nodes if (attention := _find(node)) and not attention.is_slim]
     for attention in found:
         _replace(graph, attention)
     return len(found)
 
 
 def _find(node: fx.Node) -> _Found | None:
-    given = _arguments(node)
-    if given["dropout_p"] != 0:
+    arguments = _arguments(node)
+    if arguments["dropout_p"] != 0:
         return None
-    mask, allowed = given["attn_mask"], None
-    if mask is not None and (allowed := _condition(mask)) is None:
+    mask, condition = arguments["attn_mask"], None
+    if mask is not None and (condition := _condition(mask)) is None:
         return None
     backward = _backward_of(node)
-    is_causal = given["is_causal"]
-    found = _Found(node, backward, given["key"], given["value"], allowed, is_causal, {})
-    key, value = _unrepeated(given["key"]), _unrepeated(given["value"])
+    repeated_key, repeated_value = arguments["key"], arguments["value"]
+    assert isinstance(repeated_key, fx.Node)
+    assert isinstance(repeated_value, fx.Node)
+    found = _Found(node, backward, repeated_key, repeated_value, condition, arguments["is_causal"], {})
+    key, value = _unrepeated(repeated_key), _unrepeated(repeated_value)
     if key is None or value is None or not same_shape(_heads(key), _heads(value)):
         return found
     sums = {} if backward is None else {at: _sum_of(backward, at, of) for at, of in ((1, key), (2, value))}
@@ -71,31 +78,32 @@ def _find(node: fx.Node) -> _Found | None:
     return found
 
 
-def _heads(node: fx.Node) -> Sequence[Any]:
-    sizes: Sequence[Any] = node.meta["val"].shape
+def _heads(node: fx.Node) -> Sequence[int | torch.SymInt]:
+    sizes: Sequence[int | torch.SymInt] = node.meta["val"].shape
     return sizes[:2]
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an operator by name, with their defaults."""
-    names = node.target._schema.arguments  # type: ignore[union-attr]
-    known = {argument.name: argument.default_value for argument in names if argument.has_default_value()}
-    return known | {argument.name: value for argument, value in zip(names, node.args, strict=False)} | node.kwargs
+def _arguments(node: fx.Node) -> dict[str, Argument]:
+    """Returns the arguments of an operator by name, defaults included."""
+    assert isinstance(node.target, OpOverload)
+    schema = node.target._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return defaults | {argument.name: value for argument, value in zip(schema, node.args, strict=False)} | node.kwargs
 
 
-def _condition(mask: fx.Node) -> fx.Node | None:
-    """What a mask of zeros, and of minus infinity where a key is hidden, was made from."""
-    if mask.target is not aten.where.self:
+def _condition(mask: Argument) -> fx.Node | None:
+    """Returns the condition of a mask `where(condition, 0, -inf)`; None for any other mask."""
+    if not isinstance(mask, fx.Node) or mask.target is not aten.where.self:
         return None
     condition, shown, hidden = mask.args
-    if _number(shown) != 0 or _number(hidden) != -torch.inf or not isinstance(condition, fx.Node):
+    if _fill_value(shown) != 0 or _fill_value(hidden) != -torch.inf or not isinstance(condition, fx.Node):
         return None
     same = same_shape(condition.meta["val"].shape, mask.meta["val"].shape)
     return condition if same and condition.meta["val"].dtype == torch.bool else None
 
 
-def _number(node: Any) -> Any:
-    """The number that every element of a tensor is; None where it is not known."""
+def _fill_value(node: Argument) -> Argument:
+    """Returns the number that all elements of a tensor equal; None if it is unknown."""
     if isinstance(node, fx.Node) and node.target is aten.scalar_tensor.default:
         return node.args[0]
     if isinstance(node, fx.Node) and node.target is aten.full.default:
@@ -104,7 +112,7 @@ def _number(node: Any) -> Any:
 
 
 def _unrepeated(node: fx.Node) -> fx.Node | None:
-    """Keys before each of their heads was repeated for those that share it."""
+    """Returns the keys before `repeat_kv`; None if they were not repeated."""
     sizes = node.meta["val"].shape
     shaped = node if node.target in RESHAPED else None
     copied = shaped and shaped.all_input_nodes[0]
@@ -126,7 +134,7 @@ def _backward_of(node: fx.Node) -> fx.Node | None:
 
 
 def _sum_of(backward: fx.Node, position: int, source: fx.Node) -> list[fx.Node] | None:
-    """What sums a gradient up over heads that share a key, first to last; None where something else reads it."""
+    """Returns the nodes that sum a gradient over heads that share a key; None if another node reads the gradient."""
     parts = [part for part in backward.users if is_part(part) and part.args[1] == position]
     if not parts or not parts[0].users:
         return []
@@ -146,21 +154,22 @@ def _sum_of(backward: fx.Node, position: int, source: fx.Node) -> list[fx.Node] 
 
 def _replace(graph: fx.Graph, found: _Found) -> None:
     forward, backward = found.forward, found.backward
-    given = _arguments(forward)
-    masking = (found.allowed, found.is_causal, given["scale"])
+    masking = (found.condition, found.is_causal, _arguments(forward)["scale"])
     _put(graph, forward, LEAN_FORWARD.default, (forward.args[0], found.key, found.value, *masking))
     if backward is None:
         return
     grad, query, _, _, *results = backward.args[:6]
     arguments = (grad, query, found.key, found.value, *results, *masking)
     for part in _put(graph, backward, LEAN_BACKWARD.default, arguments):
-        if chain := found.sums.get(part.args[1]):  # type: ignore[arg-type]
+        position = part.args[1]
+        assert isinstance(position, int)
+        if chain := found.sums.get(position):
             chain[-1].replace_all_uses_with(part)
             for step in reversed(chain):
                 graph.erase_node(step)
 
 
-def _put(graph: fx.Graph, node: fx.Node, target: Any, arguments: tuple[Any, ...]) -> list[fx.Node]:
+def _put(graph: fx.Graph, node: fx.Node, target: OpOverload, arguments: tuple[Argument, ...]) -> list[fx.Node]:
     """Call an operator in place of a node; returns the nodes that take its results."""
     with graph.inserting_before(node):
         new = graph.call_function(target, arguments)
@@ -170,18 +179,18 @@ def _put(graph: fx.Graph, node: fx.Node, target: Any, arguments: tuple[Any, ...]
     inputs = node.all_input_nodes
     graph.erase_node(node)
     for source in inputs:
-        _erase_unread(graph, source)
+        _erase_dead(graph, source)
     parts = [user for user in new.users if is_part(user)]
     for part in parts:
         part.meta["val"] = new.meta["val"][part.args[1]]
     return parts
 
 
-def _erase_unread(graph: fx.Graph, node: fx.Node) -> None:
-    """What repeated keys and made masks, where nothing reads it any more."""
+def _erase_dead(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a node that no node reads, and then its inputs that no other node reads."""
     if node.op != "call_function" or node.users:
         return
     inputs = node.all_input_nodes
     graph.erase_node(node)
     for source in inputs:
-        _erase_unread(graph, source)
+        _erase_dead(graph, source)

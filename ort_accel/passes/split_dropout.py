@@ -1,13 +1,16 @@
-"""Random numbers are drawn by PyTorch, in eager's order; what is done with them can run anywhere.
+"""Splits each dropout into drawing its mask, which PyTorch does, and applying it, which either runtime can do.
 
-Eager mode draws for a dropout that nobody reads as well, and all later draws depend on that.
+1. Masks are those of `native_dropout` for the same seed.
+2. A dropout whose result is unused still draws, since eager mode draws and all later draws depend on it.
+3. Other unused nodes are erased.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import cast
 
 import torch
 from torch import fx
@@ -16,96 +19,91 @@ from torch._prims_common import compute_elementwise_output_logical_to_physical_p
 
 from ort_accel.graph.nodes import half_of, is_part, is_random, size_arguments
 from ort_accel.kernels.dropout_mask import kept
+from ort_accel.passes.common import source_of
+from ort_accel.passes.options import PassOptions
 
 aten = torch.ops.aten
 
 
-def keeping_draws() -> AbstractContextManager[None]:
-    """Traces keep what draws random numbers, read or not, while this is entered."""
-    keeping: AbstractContextManager[None] = inductor_settings.patch(fallback_random=True)
-    return keeping
+def keep_unused_draws() -> AbstractContextManager[None]:
+    """Have AOTAutograd keep random operators whose result is unused, while the context is entered."""
+    return cast("AbstractContextManager[None]", inductor_settings.patch(fallback_random=True))
 
 
-def split_dropout(module: fx.GraphModule) -> int:
-    """Part each dropout into drawing its mask and applying it; returns how many.
-
-    The draw is the one that `native_dropout` makes, so the masks are eager's for the same seed. Of what nobody reads
-    only the draws stay.
-    """
-    found = module.graph.find_nodes(op="call_function", target=aten.native_dropout.default)
-    split = [node for node in found if _drops(node)]
-    for node in split:
-        _split(module.graph, node)
-    module.graph.eliminate_dead_code(_is_needed)
-    return len(split)
+def split_dropout(graph: fx.Graph, _: PassOptions) -> int:
+    """Split dropouts; returns how many."""
+    found = graph.find_nodes(op="call_function", target=aten.native_dropout.default)
+    active = [node for node in found if _is_active(node)]
+    for node in active:
+        _split(graph, node)
+    graph.eliminate_dead_code(_has_effect)
+    return len(active)
 
 
-def _drops(node: fx.Node) -> bool:
-    """Whether a dropout draws anything, or drops all."""
+def _is_active(node: fx.Node) -> bool:
+    """True if a dropout is in training mode with a probability above zero."""
     return node.args[2] is not False and _probability(node) > 0
 
 
-def _is_needed(node: fx.Node) -> bool:
-    """Whether a node does more than to give its result."""
-    is_idle = node.target is aten.native_dropout.default and not _drops(node)
-    return (node.is_impure() or is_random(node)) and not is_idle
+def _has_effect(node: fx.Node) -> bool:
+    """True if a node with an unused result must stay, because it mutates or draws."""
+    is_inactive_dropout = node.target is aten.native_dropout.default and not _is_active(node)
+    return (node.is_impure() or is_random(node)) and not is_inactive_dropout
 
 
 def _probability(node: fx.Node) -> float:
-    probability = node.args[1]
-    return probability if isinstance(probability, float) else float(probability)  # type: ignore[arg-type]
+    return float(cast("float", node.args[1]))
 
 
 def _split(graph: fx.Graph, node: fx.Node) -> None:
-    operand = node.args[0]
-    assert isinstance(operand, fx.Node)
+    operand = source_of(node)
     keep = 1 - _probability(node)
     with graph.inserting_before(node):
-        mask = _draw(graph, operand, node, keep) if keep else _nothing_kept(graph, operand, node)
+        mask = _draw(graph, operand, node, keep) if keep else _empty_mask(graph, operand, node)
         dropped = graph.call_function(aten.native_dropout_backward.default, (operand, mask, 1 / (keep or 1)))
     dropped.meta = {**node.meta, "val": node.meta["val"][0]}
     for part in [user for user in node.users if is_part(user)]:
-        part.replace_all_uses_with((dropped, mask)[part.args[1]])  # type: ignore[index]
+        part.replace_all_uses_with(mask if part.args[1] else dropped)
         graph.erase_node(part)
     graph.erase_node(node)
 
 
-def _nothing_kept(graph: fx.Graph, operand: fx.Node, node: fx.Node) -> fx.Node:
-    """The mask of a dropout that drops all: eager mode draws nothing for it."""
+def _empty_mask(graph: fx.Graph, operand: fx.Node, node: fx.Node) -> fx.Node:
+    """Returns the mask of a dropout with probability one, for which eager mode draws nothing."""
     mask = graph.call_function(aten.zeros_like.default, (operand,), {"dtype": torch.bool})
     mask.meta = {**node.meta, "val": node.meta["val"][1]}
     return mask
 
 
 def _draw(graph: fx.Graph, operand: fx.Node, node: fx.Node, keep: float) -> fx.Node:
-    """The mask, drawn in the order in which the operand lies in memory.
+    """Returns the mask, drawn in the order of the operand's memory.
 
-    It is made from sizes alone, so that drawing does not wait for the operand. Numbers are drawn row after row, so a
-    mask for a permuted operand is drawn as the operand lies, and then looked at as the operand is.
+    The mask depends on the operand's sizes alone, so that drawing does not wait for the operand. For a permuted operand
+    it is drawn in memory order and then permuted.
     """
     value = node.meta["val"][1]
     order = compute_elementwise_output_logical_to_physical_perm(operand.meta["val"])[0]
     sizes = size_arguments(graph, operand, value.shape)
     drawn = value.new_empty([value.shape[dim] for dim in order])
-    laid = [sizes[dim] for dim in order]
+    sizes_in_memory = [sizes[dim] for dim in order]
     if value.device.type == "cpu":
-        mask = graph.call_function(kept, (laid, keep, value.device))
+        mask = graph.call_function(kept, (sizes_in_memory, keep, value.device))
         mask.meta = {**node.meta, "val": drawn}
     else:
-        mask = _by_dropout(graph, operand, node, laid, drawn)
+        mask = _draw_by_dropout(graph, node, sizes_in_memory, drawn)
     if order == sorted(order):
         return mask
     back = [order.index(dim) for dim in range(len(order))]
-    seen = graph.call_function(aten.permute.default, (mask, back))
-    seen.meta = {**node.meta, "val": drawn.permute(back)}
-    return seen
+    permuted = graph.call_function(aten.permute.default, (mask, back))
+    permuted.meta = {**node.meta, "val": drawn.permute(back)}
+    return permuted
 
 
-def _by_dropout(graph: fx.Graph, operand: fx.Node, node: fx.Node, sizes: list[Any], drawn: torch.Tensor) -> fx.Node:
-    """A CUDA device draws within its kernel for dropout: by places in memory and the type, not by numbers."""
+def _draw_by_dropout(graph: fx.Graph, node: fx.Node, sizes: Sequence[int | fx.Node], drawn: torch.Tensor) -> fx.Node:
+    """Returns the mask of a dropout of an empty tensor: CUDA's kernel draws by memory position and dtype."""
+    operand = source_of(node)
     like = drawn.to(operand.meta["val"].dtype)
-    how: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-    blank = graph.call_function(aten.empty.memory_format, (sizes,), how)
+    blank = graph.call_function(aten.empty.memory_format, (sizes,), {"dtype": like.dtype, "device": like.device})
     blank.meta = {"val": like} | half_of(operand)
     dropout = graph.call_function(aten.native_dropout.default, (blank, node.args[1], True))
     dropout.meta = {**node.meta, "val": (like, drawn)}

@@ -1,1 +1,1 @@
-"""What the forward keeps for the backward, and what is computed again."""
+"""Recompute and offload: which values the forward saves for the backward, under a memory budget."""

@@ -1,28 +1,25 @@
-"""Whose gradients a backward graph makes."""
+"""Maps the outputs of a backward graph to the forward inputs whose gradients they are."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-import torch
 from torch import fx
 
 from ort_accel.graph.nodes import returned
 from ort_accel.partition.split_at_gradients import Source
-from ort_accel.recompute.joint_graph import owner
+from ort_accel.recompute.joint_graph import is_tensor, storage_owner
 
 
 def gradients_of(forward: fx.GraphModule, backward: fx.GraphModule, kept_from: int) -> list[Source | None]:
-    """For each output of the backward what it is the gradient of; `kept_from` tells where the forward's outputs end and
-    what it keeps for the backward begins."""
-    looking: defaultdict[str, set[str]] = defaultdict(set)
-    for kept in returned(forward.graph)[kept_from:]:
-        if isinstance(kept, fx.Node):
-            looking[owner(kept).name].add(kept.name)
-    given = forward.graph.find_nodes(op="placeholder")
+    """Returns the source of each output of the backward. Saved values are the forward's outputs from `kept_from` on."""
+    saved_views: defaultdict[str, set[str]] = defaultdict(set)
+    for saved in returned(forward.graph)[kept_from:]:
+        if isinstance(saved, fx.Node):
+            saved_views[storage_owner(saved).name].add(saved.name)
+    inputs = forward.graph.find_nodes(op="placeholder")
     outputs = returned(backward.graph)
-    if len(given) != len(outputs):  # inputs that AOTAutograd has put in, such as a generator's state
+    if len(inputs) != len(outputs):  # AOTAutograd has added inputs, such as the state of a generator
         return [None] * len(outputs)
-    tensors = [node for node in given if isinstance(node.meta["val"], torch.Tensor)]
-    edges = {node: edge for edge, node in enumerate(tensors)}
-    return [Source(edges[node], frozenset(looking[node.name])) if node in edges else None for node in given]
+    edges = {node: edge for edge, node in enumerate(filter(is_tensor, inputs))}
+    return [Source(edges[node], frozenset(saved_views[node.name])) if node in edges else None for node in inputs]

@@ -1,15 +1,14 @@
-"""Choosing what to compute again, or to move to host memory, so that the peak of a step stays within a budget, at the
-least cost.
+"""Chooses values to recompute or offload, so that the peak of a step stays within a budget at the least cost.
 
-One sequence of ever larger choices is made for a graph, whatever the budget: each round looks at the highest moments
-of the step as it would be, and takes those places whose values only wait then and that free most bytes for a
-millisecond. Where nothing more can be freed then, what is kept at other moments is taken, too: ONNX Runtime's pool
-holds what it held before. What lies outside of layers comes last: most of it is needed at once in the backward. A
-budget takes the first choice of the sequence that it holds. So a smaller budget computes again whatever a larger one
-does, and never takes more memory.
+The frontier of a graph is one sequence of growing plans, which does not depend on the budget. Each round looks at the
+peak of the step under the last plan, and takes the candidates that free most bytes per millisecond:
 
-Where values can be moved to host memory, there is a second sequence, which takes places and moves by what they are
-worth. A budget takes the cheaper of the two choices, so that no step costs more for it.
+1. values that are idle at the peak;
+2. if there are none, values that are saved at other moments, since ONNX Runtime's arena keeps its highest size;
+3. values outside of the transformer layers, which the backward needs at once.
+
+A budget takes the first plan of the frontier that it holds. A smaller budget recomputes all that a larger one does.
+If values can be offloaded, there is a second frontier that recomputes or offloads. A budget takes the cheaper plan.
 """
 
 from __future__ import annotations
@@ -22,139 +21,142 @@ from torch import fx
 
 from ort_accel.config.values import bytes_in
 from ort_accel.errors import OrtAccelError
-from ort_accel.recompute.cost import milliseconds
-from ort_accel.recompute.offload import Move
-from ort_accel.recompute.peak_memory import Timeline
-from ort_accel.recompute.plans import Place
+from ort_accel.recompute.cost import node_ms
+from ort_accel.recompute.offload import OffloadSite
+from ort_accel.recompute.peak_memory import StepMemory
+from ort_accel.recompute.plans import RecomputeSite
 
 ROUNDS = 16
-"""Each round frees about such a part of what is alive at the highest moment when nothing is computed again."""
+"""Each round frees about this fraction of the transient peak without recompute."""
 
-Budgeted = Place | Move
+Candidate = RecomputeSite | OffloadSite
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What becomes of what a forward would keep."""
+    """A plan for the values that a forward would save."""
 
-    nodes: frozenset[fx.Node] = frozenset()
-    """Operators that are computed again."""
+    recomputed: frozenset[fx.Node] = frozenset()
     moved: frozenset[str] = frozenset()
-    """Names of values that go to host memory meanwhile."""
-    as_bits: bool = False
-    """Of masks the bits alone are kept."""
+    """Names of the values that are offloaded."""
+    packs_masks: bool = False
 
 
-Foresee = Callable[[Chosen], Timeline]
-"""Tells how a step would go."""
+Predict = Callable[[Chosen], StepMemory]
+"""Predicts the memory of a step under a plan."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What is chosen, the places that are computed again for the budget's sake, and how the step goes then."""
+class FrontierPoint:
+    """A plan and the predicted memory of its step."""
 
     chosen: Chosen
-    step: Timeline
-    places: tuple[Place, ...] = ()
+    step: StepMemory
+    sites: tuple[RecomputeSite, ...] = ()
+    """The sites that are recomputed for the budget."""
 
     @property
-    def cost(self) -> float:
-        """Milliseconds a step, as the cost model has it."""
-        return sum(map(milliseconds, self.chosen.nodes)) + self.step.keeping
+    def cost_ms(self) -> float:
+        """Milliseconds that the plan adds to a step, by the cost model."""
+        return sum(map(node_ms, self.chosen.recomputed)) + self.step.overhead_ms
 
 
-def choices(
-    options: Sequence[Sequence[Budgeted]], always: Collection[fx.Node], foresee: Foresee, has_masks: bool = False
-) -> Iterator[Choice]:
-    """Ever larger choices, from none of the options on; `always` is computed again in any case. Of several lists of
-    options one is gone through after the other. Before them all, masks are kept as bits: that costs least."""
-    chosen = Chosen(frozenset(always))
-    choice = Choice(chosen, foresee(chosen))
-    yield choice
-    part, left = choice.step.own // ROUNDS, options
+def frontier(
+    candidates: Sequence[Sequence[Candidate]], always: Collection[fx.Node], predict: Predict, has_masks: bool = False
+) -> Iterator[FrontierPoint]:
+    """Yields growing plans. Every plan recomputes `always`.
+
+    Masks are packed first, since that costs least. Each list of candidates is used up before the next one.
+    """
+    plan = Chosen(frozenset(always))
+    point = FrontierPoint(plan, predict(plan))
+    yield point
+    wanted_bytes, left = point.step.transient_bytes // ROUNDS, candidates
     if has_masks:
-        chosen = replace(chosen, as_bits=True)
-        choice = Choice(chosen, foresee(chosen))
-        yield choice
+        plan = replace(plan, packs_masks=True)
+        point = FrontierPoint(plan, predict(plan))
+        yield point
     while True:
-        idle = set[str]().union(*(moment.idle for moment in choice.step.highest))
-        wishes = [(some, there) for some in left for there in (idle, choice.step.stash)]
-        tried = (_most_worth(some, there, chosen.moved, part) for some, there in wishes)
-        taken = next(filter(None, tried), None)
+        idle = set[str]().union(*(moment.idle for moment in point.step.peaks))
+        searches = ((some, live) for some in left for live in (idle, point.step.saved))
+        found = (_best_candidates(some, live, plan.moved, wanted_bytes) for some, live in searches)
+        taken = next(filter(None, found), None)
         if taken is None:
             return
         values = _values(taken)
-        left = [[option for option in some if not values.intersection(_values([option]))] for some in left]
-        again = [option for option in taken if isinstance(option, Place)]
-        moved = chosen.moved.union(option.name for option in taken if isinstance(option, Move))
-        nodes = chosen.nodes.union(*(place.nodes for place in again))
-        chosen = replace(chosen, nodes=nodes, moved=moved)
-        choice = Choice(chosen, foresee(chosen), (*choice.places, *again))
-        yield choice
+        left = [[candidate for candidate in some if not values.intersection(_values([candidate]))] for some in left]
+        sites = [candidate for candidate in taken if isinstance(candidate, RecomputeSite)]
+        offloaded = plan.moved.union(candidate.name for candidate in taken if isinstance(candidate, OffloadSite))
+        recomputed = plan.recomputed.union(*(site.nodes for site in sites))
+        plan = replace(plan, recomputed=recomputed, moved=offloaded)
+        point = FrontierPoint(plan, predict(plan), (*point.sites, *sites))
+        yield point
 
 
-def within(budget: str | float, sequences: Sequence[Iterator[Choice]]) -> list[Choice]:
-    """The choices of a sequence up to the first one that a budget holds, of that sequence where this costs least; an
-    error with the smallest budget where none holds."""
-    tried = [[next(sequence)] for sequence in sequences]
-    limit = int(budget * tried[0][0].step.peak) if isinstance(budget, float) else bytes_in(budget)
-    for so_far, sequence in zip(tried, sequences, strict=True):
-        while so_far[-1].step.peak > limit and (following := next(sequence, None)) is not None:
+def within(budget: str | float, frontiers: Sequence[Iterator[FrontierPoint]]) -> list[FrontierPoint]:
+    """Returns the cheapest frontier up to its first point that a budget holds.
+
+    If none holds it, raises an error that names the smallest budget that can be kept.
+    """
+    tried = [[next(points)] for points in frontiers]
+    limit = int(budget * tried[0][0].step.peak_bytes) if isinstance(budget, float) else bytes_in(budget)
+    for so_far, points in zip(tried, frontiers, strict=True):
+        while so_far[-1].step.peak_bytes > limit and (following := next(points, None)) is not None:
             so_far.append(following)
-    held = [so_far for so_far in tried if so_far[-1].step.peak <= limit]
+    held = [so_far for so_far in tried if so_far[-1].step.peak_bytes <= limit]
     if not held:
-        raise _infeasible(budget, limit, [choice for so_far in tried for choice in so_far])
-    return min(held, key=lambda so_far: so_far[-1].cost)
+        raise _infeasible(budget, limit, [point for so_far in tried for point in so_far])
+    return min(held, key=lambda so_far: so_far[-1].cost_ms)
 
 
-def _values(options: Iterable[Budgeted]) -> set[fx.Node]:
-    """The values that are not kept any more."""
-    return {kept.node for option in options for kept in option.saved}
+def _values(candidates: Iterable[Candidate]) -> set[fx.Node]:
+    return {value.node for candidate in candidates for value in candidate.saved}
 
 
-def _worth(option: Budgeted, moved: Collection[str]) -> float:
-    """Bytes that are freed for a millisecond, where these values are moved already."""
-    cost = option.cost if isinstance(option, Place) else option.cost_beside(moved)
-    return option.hint / max(cost, 1e-3)
+def _bytes_per_ms(candidate: Candidate, offloaded: Collection[str]) -> float:
+    """Returns the bytes that a candidate frees for a millisecond, beside values that are offloaded already."""
+    cost_ms = candidate.cost_ms if isinstance(candidate, RecomputeSite) else candidate.added_ms(offloaded)
+    return candidate.saved_bytes / max(cost_ms, 1e-3)
 
 
-def _most_worth(
-    left: Sequence[Budgeted], live: Collection[str], moved_before: Collection[str], wanted: int
-) -> list[Budgeted]:
-    """What is worth most among that which frees what is alive, until it frees as much as is wanted. A value is computed
-    again or moved, whichever is worth more."""
-    moved, taken = set(moved_before), list[Budgeted]()
-    queue = [(-_worth(option, moved), place) for place, option in enumerate(left) if _freed(option, live)]
+def _best_candidates(
+    candidates: Sequence[Candidate], live: Collection[str], offloaded_before: Collection[str], wanted_bytes: int
+) -> list[Candidate]:
+    """Returns the candidates that free most live bytes per millisecond, until they free the wanted bytes."""
+    offloaded, taken = set(offloaded_before), list[Candidate]()
+    queue = [(-_bytes_per_ms(item, offloaded), index) for index, item in enumerate(candidates) if _freed(item, live)]
     heapify(queue)
     freed = 0
-    while queue and freed < wanted:
-        _, place = heappop(queue)
-        option = left[place]
-        if _values(taken).intersection(_values([option])):
+    while queue and freed < wanted_bytes:
+        _, index = heappop(queue)
+        candidate = candidates[index]
+        if _values(taken).intersection(_values([candidate])):
             continue
-        worth = _worth(option, moved)  # a move is worth less with each other one that waits in the same queue
+        worth = _bytes_per_ms(candidate, offloaded)  # the more is offloaded, the longer the next copy waits
         if queue and worth < -queue[0][0]:
-            heappush(queue, (-worth, place))
+            heappush(queue, (-worth, index))
             continue
-        taken.append(option)
-        moved.update([option.name] if isinstance(option, Move) else ())
-        freed += _freed(option, live)
+        taken.append(candidate)
+        offloaded.update([candidate.name] if isinstance(candidate, OffloadSite) else ())
+        freed += _freed(candidate, live)
     return taken
 
 
-def _freed(option: Budgeted, live: Collection[str]) -> int:
-    """Bytes that it frees of what is alive."""
-    return sum(kept.hint for kept in option.saved if kept.node.name in live)
+def _freed(candidate: Candidate, live: Collection[str]) -> int:
+    """Returns the bytes of live values that a candidate frees."""
+    return sum(value.bytes for value in candidate.saved if value.node.name in live)
 
 
-def _infeasible(budget: str | float, limit: int, tried: Sequence[Choice]) -> OrtAccelError:
-    least = min(choice.step.peak for choice in tried)
-    moved = " or moved" if any(choice.chosen.moved for choice in tried) else ""
-    whole = tried[0].step
-    smallest = f"{-(-least * 100 // whole.peak) / 100}" if isinstance(budget, float) else f"{-(-least // 2**20)}MiB"
+def _infeasible(budget: str | float, limit: int, tried: Sequence[FrontierPoint]) -> OrtAccelError:
+    least = min(point.step.peak_bytes for point in tried)
+    moved = " or moved" if any(point.chosen.moved for point in tried) else ""
+    first = tried[0].step
+    smallest = (
+        f"{-(-least * 100 // first.peak_bytes) / 100}" if isinstance(budget, float) else f"{-(-least // 2**20)}MiB"
+    )
     return OrtAccelError(
         f"memory.budget: {budget} allows {limit / 2**20:,.1f} MiB, and a step takes {least / 2**20:,.1f} MiB even with "
         f"everything computed again{moved} that can be, of which parameters, inputs and optimizer states are "
-        f"{whole.resident / 2**20:,.1f} MiB; the smallest budget that can be kept is {smallest}; write that or more, "
-        "or take a smaller batch"
+        f"{first.resident_bytes / 2**20:,.1f} MiB; the smallest budget that can be kept is {smallest}; write that or "
+        "more, or take a smaller batch"
     )

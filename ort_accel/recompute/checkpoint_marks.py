@@ -1,7 +1,7 @@
-"""Activation checkpointing that the model does itself: its marks become choices like any other, and are taken off.
+"""Activation checkpointing in the model: the marks of `torch.utils.checkpoint` become part of the recompute plan.
 
-So what is marked is computed again once, with the masks that were drawn in the forward, and never a second time because
-a plan wants it too.
+The marks are removed from the graph, so that PyTorch does not recompute the same operators again. Dropout masks of the
+forward are saved rather than drawn again.
 """
 
 from __future__ import annotations
@@ -11,40 +11,52 @@ from dataclasses import dataclass
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ort_accel.recompute.joint_graph import can_be_repeated, forward_nodes, inputs_of, is_lasting, owner, whole
+from ort_accel.graph.meta_keys import CHECKPOINT_REGION, RECOMPUTE
+from ort_accel.recompute.joint_graph import (
+    forward_nodes,
+    is_recomputable,
+    is_unchanged_input,
+    producer,
+    storage_owner,
+    tensor_inputs,
+)
 
-MARK, REGION = "recompute", "ac_graph_id"
-AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+RECOMPUTE_POLICIES = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 @dataclass(frozen=True)
 class Marks:
-    """What `torch.utils.checkpoint` asked for."""
+    """Operators that `torch.utils.checkpoint` speaks of."""
 
-    again: set[fx.Node]
-    """Operators that are computed again."""
-    borders: set[fx.Node]
-    """Operators whose results a region begins with: they are kept, whatever else is chosen."""
+    recomputed: set[fx.Node]
+    region_inputs: set[fx.Node]
+    """Operators whose results a region reads. They are saved under every plan."""
 
 
 def mark(node: fx.Node, region: int) -> None:
-    """Say of an operator that the backward is to compute it again. Regions that come later have larger numbers."""
-    node.meta[MARK], node.meta[REGION] = CheckpointPolicy.PREFER_RECOMPUTE, region
+    """Mark an operator for recompute. Later regions have larger numbers."""
+    node.meta[RECOMPUTE], node.meta[CHECKPOINT_REGION] = CheckpointPolicy.PREFER_RECOMPUTE, region
 
 
 def take_marks(joint: fx.Graph) -> Marks:
-    """The marks of a joint graph, which is without them afterwards."""
-    marked = [node for node in forward_nodes(joint) if node.meta.get(MARK) in AGAIN]
-    again = {whole(node) for node in marked if can_be_repeated(whole(node)) and not _reads_changed(whole(node))}
+    """Remove the marks from a joint graph and return them."""
+    marked = [node for node in forward_nodes(joint) if _is_marked(node)]
+    recomputed = {producer(node) for node in marked if _is_allowed(producer(node))}
     for node in marked:
-        region = node.meta.get(REGION, 0)
-        if any(user.meta.get(MARK) in AGAIN and user.meta.get(REGION, 0) > region for user in node.users):
-            again.discard(whole(node))
-    borders = {whole(owner(item)) for node in again for item in inputs_of(node)} - again
+        region = node.meta.get(CHECKPOINT_REGION, 0)
+        if any(_is_marked(user) and user.meta.get(CHECKPOINT_REGION, 0) > region for user in node.users):
+            recomputed.discard(producer(node))
+    read = {producer(storage_owner(item)) for node in recomputed for item in tensor_inputs(node)}
     for node in joint.nodes:
-        node.meta.pop(MARK, None)
-    return Marks(again, borders)
+        node.meta.pop(RECOMPUTE, None)
+    return Marks(recomputed, read - recomputed)
 
 
-def _reads_changed(node: fx.Node) -> bool:
-    return any(owner(item).op == "placeholder" and not is_lasting(item) for item in inputs_of(node))
+def _is_marked(node: fx.Node) -> bool:
+    return node.meta.get(RECOMPUTE) in RECOMPUTE_POLICIES
+
+
+def _is_allowed(node: fx.Node) -> bool:
+    """True if an operator can be recomputed and reads no input that the forward writes to."""
+    inputs = (item for item in tensor_inputs(node) if storage_owner(item).op == "placeholder")
+    return is_recomputable(node) and all(map(is_unchanged_input, inputs))

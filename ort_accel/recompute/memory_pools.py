@@ -1,4 +1,4 @@
-"""What is alive in the two pools of memory of a step, ONNX Runtime's and PyTorch's, and the most that they held."""
+"""Live values and peaks of the two memory pools of a step: ONNX Runtime's arena and PyTorch's allocator."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from itertools import chain
 from ort_accel.recompute.ort_arena_model import Arena
 from ort_accel.reporting import Runner
 
-BORROWED = "working memory"
-"""What an operator takes for itself, among the names of values."""
+WORKSPACE = "working memory"
+"""Stands among the names of values for the workspace of an operator."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """One moment of a step, as one pool of memory sees it, or both."""
+    """The state of one pool, or of both, at one moment of a step."""
 
     live: Mapping[str, int]
-    """What was computed into it and is still there."""
+    """Bytes of the live values, by name."""
     bytes: int
-    """What is held."""
+    """Bytes that are held."""
     is_used: Callable[[str], bool] = lambda _: False
-    """Whether a value is worked with then: it would be there even if it were computed again."""
+    """True for a value that is in use at this moment. Recomputing it would not free memory."""
 
     @property
     def idle(self) -> set[str]:
-        """What is there and only waits."""
+        """Live values that no operator uses at this moment."""
         return {name for name in self.live if not self.is_used(name)}
 
 
 class Pools:
-    """Names of values that own memory, with their bytes, by pool."""
+    """Values that own storage, with their bytes, by pool."""
 
     def __init__(self, shared: bool = False) -> None:
-        """`shared` says that ONNX Runtime takes its memory from PyTorch's pool, and gives it back there."""
+        """`shared` says that ONNX Runtime allocates from PyTorch's pool and frees memory there."""
         self._shared = shared
-        self.highest = {runner: Moment({}, 0) for runner in Runner}
+        self.peaks = {runner: Moment({}, 0) for runner in Runner}
         """The moment of each pool at which it holds most."""
-        self.together = Moment({}, 0)
-        """The moment at which both hold most."""
+        self.joint_peak = Moment({}, 0)
+        """The moment at which both pools together hold most."""
         self.is_used = Moment.is_used
-        """Tells what is worked with now."""
+        """True for a value that the running operator uses, or that earlier and later operators use."""
         self._live: dict[Runner, dict[str, int]] = {runner: {} for runner in Runner}
         self._bytes = dict.fromkeys(Runner, 0)
         self._arena = Arena()
@@ -50,63 +50,63 @@ class Pools:
         return chain.from_iterable(self._live.values())
 
     @property
-    def bytes(self) -> int:
-        """How much is alive."""
+    def live_bytes(self) -> int:
+        """Bytes of all live values."""
         return sum(self._bytes.values())
 
     @property
     def live(self) -> dict[str, int]:
-        """What is alive."""
+        """Bytes of each live value."""
         return {name: size for values in self._live.values() for name, size in values.items()}
 
     @property
-    def in_ort(self) -> int:
-        """How much is alive in ONNX Runtime's pool."""
+    def ort_live_bytes(self) -> int:
+        """Bytes of the live values in ONNX Runtime's pool."""
         return self._bytes[Runner.ORT]
 
     @property
-    def in_pytorch(self) -> int:
-        """How much is alive in PyTorch's pool."""
+    def torch_live_bytes(self) -> int:
+        """Bytes of the live values in PyTorch's pool."""
         return self._bytes[Runner.PYTORCH]
 
     @property
-    def held(self) -> int:
-        """How much ONNX Runtime holds."""
-        return self.in_ort if self._shared else self._arena.held
+    def ort_held_bytes(self) -> int:
+        """Bytes that ONNX Runtime's pool holds."""
+        return self.ort_live_bytes if self._shared else self._arena.held_bytes
 
-    def size_in_ort(self, name: str) -> int | None:
-        """The bytes of a value in ONNX Runtime's pool; None for others."""
+    def ort_size(self, name: str) -> int | None:
+        """Returns the bytes of a value in ONNX Runtime's pool; None for other values."""
         return self._live[Runner.ORT].get(name)
 
     def add(self, name: str, size: int, pool: Runner) -> None:
-        """A value comes into being."""
+        """Allocate a value."""
         self._live[pool][name] = size
         self._bytes[pool] += size
         if pool is Runner.ORT:
-            self._arena.take(name, size)
-        ort, torch = self.held, self.in_pytorch
+            self._arena.allocate(name, size)
+        ort, torch = self.ort_held_bytes, self.torch_live_bytes
         held = ort if pool is Runner.ORT else torch
-        if held > self.highest[pool].bytes:
-            self.highest[pool] = Moment(dict(self._live[pool]), held, self.is_used)
-        if ort + torch > self.together.bytes:
-            self.together = Moment(self.live, ort + torch, self.is_used)
+        if held > self.peaks[pool].bytes:
+            self.peaks[pool] = Moment(dict(self._live[pool]), held, self.is_used)
+        if ort + torch > self.joint_peak.bytes:
+            self.joint_peak = Moment(self.live, ort + torch, self.is_used)
 
     def shrink(self) -> None:
-        """ONNX Runtime's pool gives back what it can."""
+        """Let ONNX Runtime's pool return its free regions."""
         self._arena.shrink()
 
     def replace(self, name: str, by: str) -> None:
-        """A value comes into being where another one was."""
+        """Give the storage of a value to another, which is computed in place."""
         if name in self._live[Runner.ORT]:
-            self._arena.hand_on(name, by)
+            self._arena.transfer(name, by)
         for values in self._live.values():
             if name in values:
                 values[by] = values.pop(name)
 
     def drop(self, names: Iterable[str]) -> None:
-        """Values are let go, where they are here."""
+        """Free these values, if they are live."""
         for name in names:
             if name in self._live[Runner.ORT]:
-                self._arena.give(name)
+                self._arena.free(name)
             for pool in Runner:
                 self._bytes[pool] -= self._live[pool].pop(name, 0)

@@ -1,47 +1,70 @@
-"""The memory optimizer of one model: decides for each joint graph what is computed again, and records why."""
+"""The memory planner of one model: decides for each joint graph what is recomputed or offloaded, and reports it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
-import sympy
+import torch
 from torch import fx
 
-from ort_accel.config.plan_text import Plan, join_plans, read_plan_file
+from ort_accel.config.plan_text import join_plans, read_plan_file
 from ort_accel.config.sections import Memory
-from ort_accel.recompute.account import account
-from ort_accel.recompute.budget import Budgeted, Choice, Chosen, Foresee, choices, within
-from ort_accel.recompute.cheap_ops import light_places
-from ort_accel.recompute.checkpoint_marks import take_marks
-from ort_accel.recompute.cost import milliseconds
-from ort_accel.recompute.joint_graph import forward_nodes, whole
-from ort_accel.recompute.offload import Movable, Moved, move
-from ort_accel.recompute.onnx_names import cluster_of
-from ort_accel.recompute.pack_masks import has_masks, packed, packing_ms
-from ort_accel.recompute.peak_memory import Cutter, Holding, Timeline, timeline
-from ort_accel.recompute.plans import Option, Place, Probe, Wish, find_plans, matched
-from ort_accel.recompute.saved_values import Kept, stash, total
-from ort_accel.recompute.split_joint_graph import Pair, partition, rehearsed
-from ort_accel.recompute.transformer_layers import Layers, find_layers, region
-from ort_accel.reporting import GraphMemory, Peak, PlanKind, PlanRow, Report
+from ort_accel.graph.nodes import fakes_in
+from ort_accel.operators.facts import facts
+from ort_accel.recompute.budget import Candidate, Chosen, FrontierPoint, Predict, frontier, within
+from ort_accel.recompute.checkpoint_marks import Marks, take_marks
+from ort_accel.recompute.cost import node_ms
+from ort_accel.recompute.joint_graph import forward_nodes, is_unchanged_input, packet, producer
+from ort_accel.recompute.memory_report import memory_stages, offload_rows, plan_rows, symbol_values
+from ort_accel.recompute.offload import Movable, insert_offload
+from ort_accel.recompute.pack_masks import has_masks, packed_bytes, packing_ms
+from ort_accel.recompute.peak_memory import Cutter, Holding, StepMemory, predict_step
+from ort_accel.recompute.plans import PlanOption, Probe, RecomputeSite, find_plans, match_plans
+from ort_accel.recompute.saved_values import saved_values, total_bytes
+from ort_accel.recompute.split_joint_graph import Pair, copy_joint_graph, split_joint_graph
+from ort_accel.recompute.transformer_layers import Layers, find_layers, layer_indices
+from ort_accel.reporting import GraphMemory, Peak, PlanKind, Report
 
-FEATURE = "memory.offload"
+aten = torch.ops.aten
+
+OFFLOAD_FEATURE = "memory.offload"
 
 LOG = logging.getLogger("ort_accel")
 
 NO_LAYERS = (
-    "no transformer layer was found (a norm around an attention whose input or output is added again), so memory.level "
-    "{level} has no borders to compute from and keeps everything"
+    "no transformer layer was found (a norm around an attention with a residual connection), so memory.level {level} "
+    "recomputes nothing"
 )
 
-LIGHTLY = "auto: norms, activations and arithmetic are computed again, which costs next to nothing"
+CHEAP_EFFECT = "auto: norms, activations and arithmetic are recomputed, which costs little"
+
+LEAST_BYTES_PER_MS = 4e6
+"""Cheap operators are recomputed by default if that frees this many bytes for a millisecond of the cost model."""
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A joint graph with its layers, its plan options and the marks of activation checkpointing."""
+
+    joint: fx.Graph
+    name: str
+    layers: Layers
+    options: list[PlanOption]
+    marks: Marks
+
+    @property
+    def inner_nodes(self) -> set[fx.Node]:
+        """Operators between the first layer border and the last norm. The backward reads later values at once."""
+        indices = layer_indices(forward_nodes(self.joint), self.layers)
+        last = len(self.layers.starts) + (1 if self.layers.end is None else 0)
+        return {node for node, index in indices.items() if 0 < index <= last}
 
 
 class Recompute:
-    """`memory:` at work for one model."""
+    """Plans recompute and offload for the graphs of one model."""
 
     def __init__(
         self,
@@ -51,185 +74,159 @@ class Recompute:
         holding: Holding,
         predicts: bool = False,
     ) -> None:
-        """`cutter` tells how graphs will be cut into segments, `holding` who will hold memory. `predicts` asks for the
-        peak of a step in the report, which takes a while; with a budget it is there anyway."""
+        """`predicts` asks for the peak of a step in the report, which takes a while. A budget needs it anyway."""
         self._memory, self._report, self._cutter, self._holding = memory, report, cutter, holding
         self._predicts = predicts or memory.budget is not None
-        self._plans = _plans(memory)
+        self._level = 0 if memory.level == "auto" else memory.level
+        self._plans = read_plan_file(memory.plan_file) if memory.plan_file is not None else join_plans(memory.plans)
 
-    def partition(self, joint: fx.GraphModule, inputs: Any, graph: str, **how: Any) -> Pair:
-        """Divide a joint graph, with what was chosen computed again in the backward, or moved to host memory."""
-        wanted = how["num_fwd_outputs"]
+    def partition(
+        self, joint: fx.GraphModule, inputs: Sequence[object], graph: str, *, num_fwd_outputs: int, **options: object
+    ) -> Pair:
+        """Split a joint graph into forward and backward by a plan, which is recorded in the report."""
+
+        def split(module: fx.GraphModule, recomputed: Collection[fx.Node], packs_masks: bool) -> Pair:
+            return split_joint_graph(
+                module, inputs, recomputed, packs_masks, num_fwd_outputs=num_fwd_outputs, **options
+            )
 
         @cache
-        def foresee(chosen: Chosen) -> Timeline:
-            pair = rehearsed(joint, inputs, chosen.nodes, chosen.as_bits, **how)
-            moved = move(pair, wanted, chosen.moved)
-            packing = packing_ms(pair)
-            step = timeline(*pair, wanted, self._cutter, self._holding)
-            step.keeping = moved.cost + packing
+        def predict(plan: Chosen) -> StepMemory:
+            copy, copied = copy_joint_graph(joint, plan.recomputed)
+            pair = split(copy, copied, plan.packs_masks)
+            overhead_ms = insert_offload(pair, num_fwd_outputs, plan.moved).cost_ms + packing_ms(pair)
+            step = predict_step(*pair, num_fwd_outputs, self._cutter, self._holding)
+            step.overhead_ms = overhead_ms
             return step
 
-        movable = Movable(joint.graph, wanted) if self._memory.offload else None
-        chosen = self.choose(joint.graph, graph, foresee, movable)
-        divided = partition(joint, inputs, chosen.nodes, chosen.as_bits, **how)
+        candidates = Movable(joint.graph, num_fwd_outputs) if self._memory.offload else None
+        plan = self._choose(joint.graph, graph, predict, candidates)
+        pair = split(joint, plan.recomputed, plan.packs_masks)
         record = self._report.memory[graph]
-        record.stash = total(stash(joint.graph))
-        record.bits, record.masks = packed(joint.graph)
-        if movable is not None:
-            self._move(divided, wanted, chosen.moved, movable, record)
-        return divided
+        record.stash = total_bytes(saved_values(joint.graph))
+        record.bits, record.masks = packed_bytes(joint.graph)
+        if candidates is not None:
+            self._offload(pair, num_fwd_outputs, plan.moved, candidates, record)
+        return pair
 
-    def choose(self, joint: fx.Graph, graph: str, foresee: Foresee, movable: Movable | None) -> Chosen:
-        """What becomes of what is kept, recorded in the report."""
+    def _choose(self, joint: fx.Graph, name: str, predict: Predict, candidates: Movable | None) -> Chosen:
+        """Choose a plan and record it in the report."""
         marks = take_marks(joint)
         layers = find_layers(forward_nodes(joint))
-        record = GraphMemory(graph, str(self._memory.level), layers=len(layers.starts))
-        options = find_plans(joint, layers, self._probe())
-        wishes = matched(self._plans, options)
-        taken = [place for place in self._by_level(joint, layers, options, graph) if not place.nodes & marks.borders]
-        if self._memory.decides_itself and taken:
-            self._report.applied("memory.level", LIGHTLY)
-        taken += [place for wish in wishes for place in wish.places]
-        always = marks.again.union(*(place.nodes for place in taken))
-        masks = has_masks(joint)
-        chosen = Chosen(frozenset(always), as_bits=masks and (self._level() > 0 or self._memory.decides_itself))
-        tried: list[Choice] = []
+        graph = _Graph(joint, name, layers, find_plans(joint, layers, self._probe()), marks)
+        requests = match_plans(self._plans, graph.options)
+        sites = [site for site in self._level_sites(graph) if not site.nodes & marks.region_inputs]
+        if self._memory.decides_itself and sites:
+            self._report.applied("memory.level", CHEAP_EFFECT)
+        sites += [site for request in requests for site in request.sites]
+        always = marks.recomputed.union(*(site.nodes for site in sites))
+        packs_masks = has_masks(joint) and (self._level > 0 or self._memory.decides_itself)
+        plan = Chosen(frozenset(always), packs_masks=packs_masks)
+        tried: list[FrontierPoint] = []
         if self._memory.budget is not None:
-            places = (place for option in options if option.kind == PlanKind.RECOMPUTE for place in option.places)
-            free = [place for place in places if place not in taken and not place.nodes & marks.borders]
-            moves = [item for item in movable.moves() if whole(item.kept.node) not in always] if movable else []
-            both: list[Sequence[Budgeted]] = [free, [*free, *moves]] if moves else [free]
-            inside = within_layers(joint, layers)
-            sequences = [choices(_inside_first(some, inside), always, foresee, masks) for some in both]
-            tried = within(self._memory.budget, sequences)
-            taken, chosen = [*taken, *tried[-1].places], tried[-1].chosen
+            tried = within(self._memory.budget, self._frontiers(graph, sites, always, predict, candidates))
+            sites, plan = [*sites, *tried[-1].sites], tried[-1].chosen
         elif self._predicts:
-            both_ways = [Chosen(), chosen] if chosen.nodes or chosen.as_bits else [chosen]
-            tried = [Choice(one, foresee(one)) for one in both_ways]
-        if tried:
-            record.frontier = [Peak(choice.step.peak, choice.step.resident, choice.cost) for choice in tried]
-            record.stages = account(tried[-1].step, region(forward_nodes(joint), layers), len(layers.starts))
-        record.plans = _rows(options, wishes, taken)
-        self._record(record, joint, chosen.nodes)
-        return chosen
+            compared = [Chosen(), plan] if plan.recomputed or plan.packs_masks else [plan]
+            tried = [FrontierPoint(each, predict(each)) for each in compared]
+        record = self._record(graph, plan, tried)
+        record.plans = plan_rows(graph.options, requests, sites)
+        return plan
 
-    def _move(self, pair: Pair, wanted: int, values: Collection[str], movable: Movable, record: GraphMemory) -> None:
-        """Move these values, where the divided graphs still keep them, and record it."""
-        moved = move(pair, wanted, values)
-        record.stash -= moved.bytes
-        record.moved, record.moving_ms = moved.bytes, moved.cost
-        record.plans += _move_rows(movable, moved)
-        offloaded = sum(graph.moved for graph in self._report.memory.values())
-        if offloaded:
-            self._report.applied(FEATURE, f"{offloaded / 2**20:,.1f} MiB go to host memory and back in every step")
+    def _frontiers(
+        self,
+        graph: _Graph,
+        sites: Collection[RecomputeSite],
+        always: Collection[fx.Node],
+        predict: Predict,
+        offload: Movable | None,
+    ) -> list[Iterator[FrontierPoint]]:
+        """Returns the frontier of recompute, and the one of recompute and offload if values can be offloaded."""
+        every = (site for option in graph.options if option.kind == PlanKind.RECOMPUTE for site in option.sites)
+        free = [site for site in every if site not in sites and not site.nodes & graph.marks.region_inputs]
+        moves = [site for site in offload.sites() if producer(site.value.node) not in always] if offload else []
+        both: list[Sequence[Candidate]] = [free, [*free, *moves]] if moves else [free]
+        inner, masks = graph.inner_nodes, has_masks(graph.joint)
+        return [frontier(_inner_first(some, inner), always, predict, masks) for some in both]
+
+    def _offload(
+        self, pair: Pair, num_outputs: int, names: Collection[str], candidates: Movable, record: GraphMemory
+    ) -> None:
+        """Offload these values as far as the split graphs save them, and record it."""
+        offloaded = insert_offload(pair, num_outputs, names)
+        record.stash -= offloaded.bytes
+        record.moved, record.moving_ms = offloaded.bytes, offloaded.cost_ms
+        record.plans += offload_rows(candidates, offloaded)
+        moved = sum(graph.moved for graph in self._report.memory.values())
+        if moved:
+            self._report.applied(OFFLOAD_FEATURE, f"{moved / 2**20:,.1f} MiB go to host memory and back in every step")
         else:
-            self._report.off(FEATURE, "nothing is moved: the budget is kept at less cost without")
-
-    def _level(self) -> int:
-        return 0 if self._memory.level == "auto" else self._memory.level
+            self._report.off(OFFLOAD_FEATURE, "nothing is moved: recompute alone keeps the budget at less cost")
 
     def _probe(self) -> Probe:
-        decides = self._level() or self._memory.budget is not None
+        decides = self._level or self._memory.budget is not None
         return Probe.parse("1:1" if decides else self._memory.probe)
 
-    def _by_level(self, joint: fx.Graph, layers: Layers, options: Sequence[Option], graph: str) -> list[Place]:
-        """What a level computes again: all that lies within layers, and at level 1 without compromises. Where nothing
-        is asked for, what costs next to nothing."""
+    def _level_sites(self, graph: _Graph) -> list[RecomputeSite]:
+        """Returns the sites that a level recomputes.
+
+        1. Level 1 recomputes all sites within layers that are no compromise.
+        2. Level 2 recomputes the compromises, too.
+        3. `auto` recomputes cheap sites if no budget and no plan is given.
+        """
         if self._memory.decides_itself:
-            return light_places(options)
-        if not self._level():
+            return _cheap_sites(graph.options)
+        if not self._level:
             return []
-        if not layers.starts:
-            text = f"{graph}: {NO_LAYERS.format(level=self._memory.level)}"
+        if not graph.layers.starts:
+            text = f"{graph.name}: {NO_LAYERS.format(level=self._memory.level)}"
             LOG.warning(text)
             self._report.note(text)
             return []
-        inside = within_layers(joint, layers)
+        inner = graph.inner_nodes
         return [
-            place
-            for option in options
-            if option.kind != PlanKind.COMPROMISE or self._level() == 2
-            for place in option.places
-            if _lies_in(place, inside)
+            site
+            for option in graph.options
+            if option.kind != PlanKind.COMPROMISE or self._level == 2
+            for site in option.sites
+            if _is_inner(site, inner)
         ]
 
-    def _record(self, record: GraphMemory, joint: fx.Graph, chosen: Collection[fx.Node]) -> None:
-        kept = stash(joint)
-        record.stash_without = total(kept)
-        record.symbols = _symbols(joint)
-        record.repeated, record.cost_ms = len(chosen), sum(map(milliseconds, chosen))
-        self._report.memory[record.graph] = record
+    def _record(self, graph: _Graph, plan: Chosen, tried: Sequence[FrontierPoint]) -> GraphMemory:
+        layers = len(graph.layers.starts)
+        record = GraphMemory(graph.name, str(self._memory.level), layers=layers)
+        if tried:
+            record.frontier = [Peak(point.step.peak_bytes, point.step.resident_bytes, point.cost_ms) for point in tried]
+            indices = layer_indices(forward_nodes(graph.joint), graph.layers)
+            record.stages = memory_stages(tried[-1].step, indices, layers)
+        record.stash_without = total_bytes(saved_values(graph.joint))
+        record.symbols = symbol_values(graph.joint)
+        record.repeated, record.cost_ms = len(plan.recomputed), sum(map(node_ms, plan.recomputed))
+        self._report.memory[graph.name] = record
+        return record
 
 
-def within_layers(joint: fx.Graph, layers: Layers) -> set[fx.Node]:
-    """Operators behind the first boundary and before the last norm: what follows is needed at once in the backward."""
-    places = region(forward_nodes(joint), layers)
-    last = len(layers.starts) + (1 if layers.end is None else 0)
-    return {node for node, place in places.items() if 0 < place <= last}
+def _is_inner(candidate: Candidate, inner: Collection[fx.Node]) -> bool:
+    """True if inner operators compute all that a candidate frees."""
+    return all(producer(value.node) in inner for value in candidate.saved)
 
 
-def _lies_in(option: Budgeted, nodes: Collection[fx.Node]) -> bool:
-    """Whether all that an option does not keep is computed by one of these operators."""
-    return all(whole(item.node) in nodes for item in option.saved)
+def _inner_first(candidates: Sequence[Candidate], inner: Collection[fx.Node]) -> list[list[Candidate]]:
+    """Returns the inner candidates, and the others."""
+    return [[item for item in candidates if _is_inner(item, inner) is wanted] for wanted in (True, False)]
 
 
-def _inside_first(options: Sequence[Budgeted], inside: Collection[fx.Node]) -> list[list[Budgeted]]:
-    """The options that lie inside, and the others."""
-    return [[option for option in options if _lies_in(option, inside) is wanted] for wanted in (True, False)]
+def _cheap_sites(options: Iterable[PlanOption]) -> list[RecomputeSite]:
+    """Returns the sites of cheap operators that free enough, on the CPU alone.
+
+    On other devices the recompute would take a larger share of a step, since they multiply faster.
+    """
+    sites = (site for option in options if option.kind == PlanKind.RECOMPUTE for site in option.sites)
+    enough = (site for site in sites if site.saved_bytes >= LEAST_BYTES_PER_MS * site.cost_ms)
+    return [site for site in enough if all(map(_is_cheap, site.nodes))]
 
 
-def _plans(memory: Memory) -> tuple[Plan, ...]:
-    return read_plan_file(memory.plan_file) if memory.plan_file is not None else join_plans(memory.plans)
-
-
-def _rows(options: Sequence[Option], wishes: Sequence[Wish], taken: Iterable[Place]) -> list[PlanRow]:
-    requested = {(wish.option.cluster, wish.option.kind): wish.requested for wish in wishes}
-    applied = set(map(id, taken))
-    return [
-        PlanRow(
-            option.cluster,
-            option.kind,
-            requested.get((option.cluster, option.kind), 0),
-            sum(id(place) in applied for place in option.places),
-            len(option.places),
-            sum(place.hint for place in option.places),
-            str(sympy.expand(sum(place.bytes for place in option.places))),
-            sum(place.cost for place in option.places),
-            tuple(kept.shape for kept in option.places[0].saved),
-        )
-        for option in options
-    ]
-
-
-def _move_rows(movable: Movable, moved: Moved) -> list[PlanRow]:
-    """One for each kind of operator whose results can be moved."""
-    kinds: dict[str, list[Kept]] = {}
-    for kept in movable.values.values():
-        kinds.setdefault(cluster_of([whole(kept.node)]) or "Identity+", []).append(kept)
-    return [
-        PlanRow(
-            cluster,
-            PlanKind.OFFLOAD,
-            0,
-            sum(kept.node.name in moved.values for kept in values),
-            len(values),
-            sum(kept.hint for kept in values),
-            str(sympy.expand(sum(kept.bytes for kept in values))),
-            movable.cost([kept.node.name for kept in values]),
-            (values[0].shape,),
-        )
-        for cluster, values in kinds.items()
-    ]
-
-
-def _symbols(joint: fx.Graph) -> dict[str, int]:
-    """The sizes of the inputs that can change, with their values at capture."""
-    found: dict[str, int] = {}
-    for node in joint.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        for size in getattr(value, "shape", [value]):
-            expr = getattr(getattr(size, "node", None), "expr", None)
-            if isinstance(expr, sympy.Symbol) and size.node.has_hint():
-                found[str(expr)] = int(size.node.hint)
-    return found
+def _is_cheap(node: fx.Node) -> bool:
+    is_on_cpu = all(fake.device.type == "cpu" for fake in fakes_in(node.meta["val"]))
+    casts_weight = packet(node) is aten._to_copy and is_unchanged_input(node.all_input_nodes[0])
+    return facts(node).is_cheap and is_on_cpu and not casts_weight

@@ -1,4 +1,4 @@
-"""Plans: groups of like operators that can be computed again, so that what they gave need not be kept."""
+"""Recompute plans: clusters of like operators whose results need not be saved, because the backward recomputes them."""
 
 from __future__ import annotations
 
@@ -7,158 +7,175 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
+import sympy
 import torch
 from torch import fx
 
 from ort_accel.config.plan_text import Plan
 from ort_accel.errors import OrtAccelError
 from ort_accel.graph.nodes import is_view
-from ort_accel.recompute.cost import milliseconds
-from ort_accel.recompute.joint_graph import Bytes, inputs_of, is_lasting, owner, whole
-from ort_accel.recompute.onnx_names import cluster_of, may_repeat, packet
-from ort_accel.recompute.saved_values import Kept, stash
+from ort_accel.recompute.cost import node_ms
+from ort_accel.recompute.joint_graph import (
+    is_unchanged_input,
+    packet,
+    producer,
+    storage_owner,
+    tensor_inputs,
+)
+from ort_accel.recompute.onnx_names import cluster_name, may_recompute
+from ort_accel.recompute.saved_values import SavedValue, saved_values, total_bytes
 from ort_accel.recompute.transformer_layers import Layers
 from ort_accel.reporting import PlanKind
 
 aten = torch.ops.aten
 
 MOST_NODES = 50
-"""A plan that would repeat more than this is none."""
+"""A site of more nodes is no option."""
 
-_SHOWN = 8
+_MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Place:
-    """One place in the graph where a cluster is found."""
+class RecomputeSite:
+    """One occurrence of a cluster in the graph."""
 
     cluster: str
     kind: PlanKind
     nodes: frozenset[fx.Node]
-    """The operators that are computed again."""
-    saved: tuple[Kept, ...]
-    instead: tuple[Kept, ...] = ()
-    """For a compromise: values of a smaller type, which are kept instead."""
-    cost: float = 0.0
-    """Milliseconds that computing again takes, as the cost model has it."""
+    """The operators that are recomputed."""
+    saved: tuple[SavedValue, ...]
+    """The values that need not be saved."""
+    narrow_copies: tuple[SavedValue, ...] = ()
+    """For a compromise: values of a smaller type, which are saved instead."""
+    cost_ms: float = 0.0
+    """Milliseconds of the recompute, by the cost model."""
 
     @property
-    def hint(self) -> int:
-        """Bytes saved at the sizes that the graph was captured with."""
-        return sum(item.hint for item in self.saved) - sum(item.hint for item in self.instead)
+    def saved_bytes(self) -> int:
+        """Bytes that it frees at the captured sizes."""
+        return total_bytes(self.saved) - total_bytes(self.narrow_copies)
 
     @property
-    def bytes(self) -> Bytes:
-        """Bytes saved, with symbols where sizes can change."""
-        return sum(item.bytes for item in self.saved) - sum(item.bytes for item in self.instead)
+    def symbolic_bytes(self) -> int | sympy.Expr:
+        """Bytes that it frees, as an expression if sizes can change."""
+        copies = sum(item.symbolic_bytes for item in self.narrow_copies)
+        return sum(item.symbolic_bytes for item in self.saved) - copies
 
 
 @dataclass
-class Option:
-    """All places of one cluster, in the order of the graph: what one line of the plan table is about."""
+class PlanOption:
+    """All sites of one cluster in the order of the graph: one row of the plan table."""
 
     cluster: str
     kind: PlanKind
-    places: list[Place] = field(default_factory=list)
+    sites: list[RecomputeSite] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Probe:
-    """How far plans are searched for."""
+    """Extent of the search for plans."""
 
     advanced: bool
     within_layers: bool
 
     @classmethod
     def parse(cls, text: str) -> Probe:
-        """From `L:B`."""
+        """Read `L:B`."""
         level, _, border = text.partition(":")
         return cls(level == "1", border == "1")
 
 
-def find_plans(joint: fx.Graph, layers: Layers, probe: Probe) -> list[Option]:
-    """Every option of a joint graph, those that save most first."""
-    search = _Search(joint, layers, probe)
-    options: dict[tuple[str, int], Option] = {}
-    for place in search.places():
-        key = (place.cluster, place.kind)
-        options.setdefault(key, Option(*key)).places.append(place)
-    return sorted(options.values(), key=lambda option: -sum(place.hint for place in option.places))
+def find_plans(joint: fx.Graph, layers: Layers, probe: Probe) -> list[PlanOption]:
+    """Returns the plan options of a joint graph; those that free most bytes come first."""
+    options: dict[tuple[str, int], PlanOption] = {}
+    for site in _SiteSearch(joint, layers, probe).sites():
+        key = (site.cluster, site.kind)
+        options.setdefault(key, PlanOption(*key)).sites.append(site)
+    return sorted(options.values(), key=lambda option: -sum(site.saved_bytes for site in option.sites))
 
 
-class _Search:
-    """Walks up from every value that is kept."""
+class _SiteSearch:
+    """Searches upwards from every saved value for operators that can recompute it."""
 
     def __init__(self, joint: fx.Graph, layers: Layers, probe: Probe) -> None:
         self._advanced = probe.advanced
-        kept = stash(joint)
-        self._anyway = {item.node for item in kept} | (layers.kept if probe.within_layers else set())
-        self._fixed = layers.kept if probe.within_layers else set()
-        self._made: dict[fx.Node, list[Kept]] = defaultdict(list)
-        for item in kept:
-            self._made[whole(item.node)].append(item)
-        self._place = {node: index for index, node in enumerate(joint.nodes)}
-        self._hidden = _depends_on_numbers(joint)
+        saved = saved_values(joint)
+        self._borders = layers.borders if probe.within_layers else set()
+        self._available = {item.node for item in saved} | self._borders
+        self._saved_of: dict[fx.Node, list[SavedValue]] = defaultdict(list)
+        for item in saved:
+            self._saved_of[producer(item.node)].append(item)
+        self._position = {node: index for index, node in enumerate(joint.nodes)}
+        self._on_floats = _float_dependent(joint)
 
-    def places(self) -> Iterable[Place]:
-        for operator, saved in self._made.items():
-            if any(item.node in self._fixed for item in saved):
+    def sites(self) -> Iterable[RecomputeSite]:
+        for operator, saved in self._saved_of.items():
+            if any(item.node in self._borders for item in saved):
                 continue
-            found = self._walk(operator, compromise=False)
+            found = self._search(operator, compromise=False)
             if found is not None:
-                yield self._described(PlanKind.RECOMPUTE, found[0], saved, found[1])
+                yield self._site(PlanKind.RECOMPUTE, found[0], saved, found[1])
                 continue
-            found = self._walk(operator, compromise=True)
+            found = self._search(operator, compromise=True)
             if found is not None:
-                place = self._described(PlanKind.COMPROMISE, found[0], saved, found[1])
-                if place.hint > 0:
-                    yield place
+                site = self._site(PlanKind.COMPROMISE, found[0], saved, found[1])
+                if site.saved_bytes > 0:
+                    yield site
 
-    def _walk(self, operator: fx.Node, compromise: bool) -> tuple[set[fx.Node], list[fx.Node]] | None:
-        """The nodes from an operator up to what is there anyway; None if that cannot be, or is too much."""
+    def _search(self, operator: fx.Node, compromise: bool) -> tuple[set[fx.Node], list[fx.Node]] | None:
+        """Returns the nodes between available values and an operator, and the narrow values to save.
+
+        Returns None if a node cannot be recomputed, or if there are too many.
+        """
         found: set[fx.Node] = set()
-        instead: dict[fx.Node, None] = {}
+        narrow: dict[fx.Node, None] = {}
         pending = [operator]
         while pending:
             node = pending.pop()
             if node in found:
                 continue
-            if not may_repeat(node, self._advanced) or len(found) == MOST_NODES:
+            if not may_recompute(node, self._advanced) or len(found) == MOST_NODES:
                 return None
             found.add(node)
-            for item in inputs_of(node):
-                if item.op == "get_attr" or self._is_there(item):
+            for item in tensor_inputs(node):
+                if item.op == "get_attr" or self._is_available(item):
                     continue
-                if compromise and _widens(node) and owner(item).op == "call_function":
-                    instead[item] = None
+                if compromise and _widens(node) and storage_owner(item).op == "call_function":
+                    narrow[item] = None
                 else:
-                    pending.append(whole(item))
-        if compromise and not instead:
+                    pending.append(producer(item))
+        if compromise and not narrow:
             return None
-        return found, list(instead)
+        return found, list(narrow)
 
-    def _is_there(self, node: fx.Node) -> bool:
-        return is_lasting(node) or owner(node) in self._anyway
+    def _is_available(self, node: fx.Node) -> bool:
+        """True if the backward can read a value under every plan."""
+        return is_unchanged_input(node) or storage_owner(node) in self._available
 
-    def _described(self, kind: PlanKind, nodes: set[fx.Node], saved: list[Kept], instead: list[fx.Node]) -> Place:
-        ordered = sorted(nodes, key=self._place.__getitem__)
-        named = [n for n in ordered if n in self._hidden or any(u in self._hidden and u in nodes for u in n.users)]
+    def _site(
+        self, kind: PlanKind, nodes: set[fx.Node], saved: list[SavedValue], narrow: list[fx.Node]
+    ) -> RecomputeSite:
+        ordered = sorted(nodes, key=self._position.__getitem__)
+        named = [
+            n for n in ordered if n in self._on_floats or any(u in self._on_floats and u in nodes for u in n.users)
+        ]
         operators = frozenset(node for node in nodes if not is_view(node))
-        cost = sum(map(milliseconds, operators))
-        cluster = cluster_of(named) or cluster_of(ordered) or "Identity+"
-        return Place(cluster, kind, operators, tuple(saved), tuple(Kept(owner(item)) for item in instead), cost)
+        cost_ms = sum(map(node_ms, operators))
+        cluster = cluster_name(named) or cluster_name(ordered) or "Identity+"
+        copies = tuple(SavedValue(storage_owner(item)) for item in narrow)
+        return RecomputeSite(cluster, kind, operators, tuple(saved), copies, cost_ms)
 
 
 def _widens(node: fx.Node) -> bool:
-    """Whether a node is a cast from a smaller type."""
+    """True for a cast from a smaller type."""
     if packet(node) is not aten._to_copy:
         return False
     source = node.all_input_nodes[0].meta["val"]
     return bool(source.dtype.itemsize < node.meta["val"].dtype.itemsize)
 
 
-def _depends_on_numbers(joint: fx.Graph) -> set[fx.Node]:
-    """Nodes that depend on parameters or on inputs of floating point: not masks, positions and the like."""
+def _float_dependent(joint: fx.Graph) -> set[fx.Node]:
+    """Returns the nodes that depend on inputs of floating point. Masks and positions are not among them."""
     found: set[fx.Node] = set()
     for node in joint.nodes:
         value = node.meta.get("val")
@@ -171,48 +188,48 @@ def _depends_on_numbers(joint: fx.Graph) -> set[fx.Node]:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """An option with the plan that a user gave for it."""
+class PlanRequest:
+    """An option that a user has asked for, and at how many sites; -1 stands for all."""
 
-    option: Option
-    requested: int
+    option: PlanOption
+    count: int
 
     @property
-    def places(self) -> Sequence[Place]:
-        """The places that the plan is for: the first so many in the order of the graph."""
-        return self.option.places if self.requested == -1 else self.option.places[: self.requested]
+    def sites(self) -> Sequence[RecomputeSite]:
+        """The first sites in the order of the graph, as many as requested."""
+        return self.option.sites if self.count == -1 else self.option.sites[: self.count]
 
 
-def matched(plans: Iterable[Plan], options: Sequence[Option]) -> list[Wish]:
-    """The options that plans speak of; a plan that speaks of nothing in the graph is an error."""
+def match_plans(plans: Iterable[Plan], options: Sequence[PlanOption]) -> list[PlanRequest]:
+    """Returns the options that plans name. A plan that matches nothing in the graph is an error."""
     known = {(option.cluster, option.kind): option for option in options}
-    wishes: list[Wish] = []
+    requests: list[PlanRequest] = []
     for plan in plans:
         if plan.kind == PlanKind.OFF:
-            found = [option for option in options if option.cluster == plan.cluster]
-            if not found:
+            if all(option.cluster != plan.cluster for option in options):
                 raise _unknown(plan, options)
             continue
         option = known.get((plan.cluster, plan.kind))
         if option is None:
             raise _unknown(plan, options)
-        if plan.count > len(option.places):
+        if plan.count > len(option.sites):
             raise OrtAccelError(
-                f"memory.plans: {plan} asks for {plan.count} places, and the model has {len(option.places)}; "
-                f"write {plan.cluster}:{plan.kind}:{len(option.places)}, or -1 for all"
+                f"memory.plans: {plan} asks for {plan.count} places, and the model has {len(option.sites)}; "
+                f"write {plan.cluster}:{plan.kind}:{len(option.sites)}, or -1 for all"
             )
-        wishes.append(Wish(option, plan.count))
-    return wishes
+        requests.append(PlanRequest(option, plan.count))
+    return requests
 
 
-def _unknown(plan: Plan, options: Sequence[Option]) -> OrtAccelError:
+def _unknown(plan: Plan, options: Sequence[PlanOption]) -> OrtAccelError:
     other = next((option for option in options if option.cluster == plan.cluster), None)
     if other is not None:
         return OrtAccelError(f"memory.plans: {plan}: this cluster can be of type {other.kind} only, not {plan.kind}")
     names = list(dict.fromkeys(option.cluster for option in options))
-    near = get_close_matches(plan.cluster, names, n=_SHOWN, cutoff=0.0)
+    near = get_close_matches(plan.cluster, names, n=_MOST_SHOWN, cutoff=0.0)
     listed = [*near, *(name for name in names if name not in near)]
-    shown = ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
+    shown = ", ".join(listed[:_MOST_SHOWN])
+    shown += f" and {len(listed) - _MOST_SHOWN} more" if len(listed) > _MOST_SHOWN else ""
     return OrtAccelError(
         f"memory.plans: {plan}: the model has no cluster {plan.cluster} within reach of memory.probe; "
         + (f"there are, nearest first: {shown}" if names else "nothing in it can be computed again")

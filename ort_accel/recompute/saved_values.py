@@ -1,56 +1,59 @@
-"""The stash: what the forward keeps for the backward, each piece of memory counted once."""
+"""Saved values: tensors that the forward computes and the backward reads. Each storage counts once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import sympy
+import torch
 from torch import fx
 
 from ort_accel.graph.symbolic_sizes import hinted_bytes
-from ort_accel.recompute.joint_graph import Bytes, backward_nodes, bytes_of, is_tensor, owner
+from ort_accel.recompute.joint_graph import backward_nodes, is_tensor, storage_owner, symbolic_bytes
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedValue:
     """A value that the forward computes and the backward reads."""
 
     node: fx.Node
-    """The node that owns the memory; the backward may read views of it."""
+    """The node that owns the storage; the backward may read views of it."""
 
     @property
-    def bytes(self) -> Bytes:
-        """Its bytes, with Dynamo's symbols where sizes can change."""
-        return bytes_of(self.node.meta["val"])
+    def value(self) -> torch.Tensor:
+        """The fake tensor of the node."""
+        value: torch.Tensor = self.node.meta["val"]
+        return value
 
     @property
-    def hint(self) -> int:
-        """Its bytes at the sizes that the graph was captured with."""
-        return hinted_bytes(self.node.meta["val"])
+    def symbolic_bytes(self) -> int | sympy.Expr:
+        """Its bytes, as an expression if sizes can change."""
+        return symbolic_bytes(self.value)
+
+    @property
+    def bytes(self) -> int:
+        """Its bytes at the captured sizes."""
+        return hinted_bytes(self.value)
 
     @property
     def shape(self) -> str:
-        """Its type and sizes for people: `float32[8, 128, 384]`."""
-        value = self.node.meta["val"]
-        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+        """Its type and sizes as text: `float32[8, 128, 384]`."""
+        return f"{str(self.value.dtype).removeprefix('torch.')}[{', '.join(map(str, self.value.shape))}]"
 
 
-def stash(joint: fx.Graph) -> list[Kept]:
-    """What a joint graph keeps as it is, in order of computation. Inputs and parameters are alive anyway."""
+def saved_values(joint: fx.Graph) -> list[SavedValue]:
+    """Returns the saved values of a joint graph, in order. Inputs and parameters are not among them."""
     backward = set(backward_nodes(joint))
-    return list(_kept(joint, backward))
-
-
-def _kept(graph: fx.Graph, backward: set[fx.Node]) -> Iterable[Kept]:
     read = {
-        owner(argument)
+        storage_owner(argument)
         for node in backward
         for argument in node.all_input_nodes
         if argument not in backward and is_tensor(argument)
     }
-    return (Kept(node) for node in graph.nodes if node in read and node.op == "call_function" and is_tensor(node))
+    return [SavedValue(node) for node in joint.nodes if node in read and node.op == "call_function" and is_tensor(node)]
 
 
-def total(kept: Iterable[Kept]) -> int:
-    """Bytes of several values at the sizes that the graph was captured with."""
-    return sum(item.hint for item in kept)
+def total_bytes(values: Iterable[SavedValue]) -> int:
+    """Returns the bytes of several values at the captured sizes."""
+    return sum(item.bytes for item in values)

@@ -1,24 +1,29 @@
-"""Rules of operators that compute: element by element, or along dimensions that hold no rows."""
+"""Rules of operators that compute element by element, or along dimensions that hold no rows."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from ort_accel.kernels.token_log_probs import token_scores
 from ort_accel.row_skipping.row_flow import (
     Dims,
-    Passage,
+    Propagation,
+    RuleInputs,
     Rules,
-    Source,
-    held_in_full,
-    is_full,
-    of_one,
+    argument_names,
+    call_operator,
+    dim_argument,
+    has_dims,
+    matching_dims,
+    other_dims,
     packed_dim,
     rank_of,
-    rest_of,
+    tensor_input,
+    unary,
     value_of,
 )
 
@@ -27,27 +32,28 @@ aten = torch.ops.aten
 RULES = Rules()
 
 
-def _operand(source: Source, node: fx.Node, result: Tensor, dims: Dims) -> Tensor:
-    """An operand that has `dims` of the result in full, or one of them, or none; it may lack leading dimensions."""
-    fake: Tensor = node.meta["val"]
-    lacks, held = result.ndim - fake.ndim, held_in_full(fake, result, dims)
-    if held == dims:
-        value = source.packed(node)
+def _operand(inputs: RuleInputs, node: fx.Node, result: Tensor, dims: Dims) -> Tensor:
+    """Returns an operand for packed rows; it matches all of `dims`, one of them, or none, and may lack leading ones."""
+    fake = value_of(node)
+    missing, matching = result.ndim - fake.ndim, matching_dims(fake, result, dims)
+    if matching == dims:
+        value = inputs.packed(node)
     else:
-        value = source.dense(node)
-        if held:
-            value = source.along(value, held[0] - lacks, dims.index(held[0]))
-        gone = [packed_dim(d - lacks, (held[0] - lacks,)) if held else d - lacks for d in dims if d not in held]
+        value = inputs.dense(node)
+        if matching:
+            value = inputs.gather_along(value, matching[0] - missing, dims.index(matching[0]))
+        absent = [d - missing for d in dims if d not in matching]
+        gone = [packed_dim(d, (matching[0] - missing,)) if matching else d for d in absent]
         for dim in sorted((d for d in gone if d >= 0), reverse=True):
             value = value.squeeze(dim)
-        if not held:
+        if not matching:
             return value
-    for _ in range(lacks - sum(d < lacks for d in dims)):
+    for _ in range(missing - sum(d < missing for d in dims)):
         value = value.unsqueeze(1)
     return value
 
 
-@RULES.of(
+@RULES.register(
     aten.to,
     aten.type_as,
     aten.contiguous,
@@ -61,154 +67,148 @@ def _operand(source: Source, node: fx.Node, result: Tensor, dims: Dims) -> Tenso
     aten.rsub,
     aten.silu,
 )
-def elementwise(node: fx.Node, dims: Dims) -> Passage | None:
+def elementwise(node: fx.Node, dims: Dims) -> Propagation | None:
     result = value_of(node)
     operands = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)]
-    if any(len(held_in_full(value_of(a), result, dims)) not in (0, 1, len(dims)) for a in operands):
+    if any(len(matching_dims(value_of(a), result, dims)) not in (0, 1, len(dims)) for a in operands):
         return None
-    full = {a: tuple(d - result.ndim + value_of(a).ndim for d in dims) for a in operands if is_full(a, result, dims)}
+    full = {a: tuple(d - result.ndim + rank_of(a) for d in dims) for a in operands if has_dims(a, result, dims)}
     if not full:
         return None
     if node.target is aten.type_as.default or "memory_format" in node.kwargs:
-        return _unary(node, full)
+        return _convert(node, full)
 
-    def make(source: Source) -> Any:
-        def convert(item: Any) -> Any:
-            if isinstance(item, fx.Node) and isinstance(item.meta.get("val"), Tensor):
-                return _operand(source, item, result, dims)
-            return source.dense(item)
+    def compute(inputs: RuleInputs) -> Tensor:
+        def convert(item: fx.Node) -> Argument:
+            is_tensor = isinstance(item.meta.get("val"), Tensor)
+            return _operand(inputs, item, result, dims) if is_tensor else inputs.dense(item)
 
-        return node.target(*fx.map_arg(node.args, convert), **fx.map_arg(node.kwargs, convert))
+        args, kwargs = fx.map_arg(node.args, convert), fx.map_arg(node.kwargs, convert)
+        return cast("Tensor", call_operator(node, *args, **kwargs))
 
-    return Passage(full, make)
+    return Propagation(full, compute)
 
 
-def _unary(node: fx.Node, full: dict[fx.Node, Dims]) -> Passage | None:
-    """A change of type or of the memory's order; the packed form is in order anyway."""
-    given = node.args[0]
-    if given not in full:
+def _convert(node: fx.Node, full: dict[fx.Node, Dims]) -> Propagation | None:
+    """Changes the type; a change of the memory's order is left out, since packed rows are contiguous."""
+    operand = tensor_input(node)
+    if operand not in full:
         return None
     dtype = value_of(node).dtype
-    lends_type = frozenset(node.all_input_nodes) - {given}
-    return Passage({given: full[given]}, lambda source: source.packed(given).to(dtype), lends_type)
+    lends_type = frozenset(node.all_input_nodes) - {operand}
+    return Propagation({operand: full[operand]}, lambda inputs: inputs.packed(operand).to(dtype), lends_type)
 
 
-@RULES.of(aten.dropout)
-def dropout(node: fx.Node, dims: Dims) -> Passage | None:
-    """Applying a mask; who writes the graph draws it."""
-    return of_one(node, dims, lambda source, x: x)
+@RULES.register(aten.dropout)
+def dropout(node: fx.Node, dims: Dims) -> Propagation | None:
+    """Passes rows on; the writer of the graph draws the mask and applies it."""
+    return unary(node, dims, lambda inputs, x: x)
 
 
-@RULES.of(aten.linear)
-def linear(node: fx.Node, dims: Dims) -> Passage | None:
-    given: Any = node.args[0]
-    if rank_of(given) - 1 in dims or rank_of(node) != rank_of(given):
+@RULES.register(aten.linear)
+def linear(node: fx.Node, dims: Dims) -> Propagation | None:
+    operand = tensor_input(node)
+    if rank_of(operand) - 1 in dims or rank_of(node) != rank_of(operand):
         return None
-    return of_one(node, dims, lambda source, x: node.target(x, *map(source.dense, node.args[1:])))
+    return unary(node, dims, lambda inputs, x: call_operator(node, x, *map(inputs.dense, node.args[1:])))
 
 
-@RULES.of(aten.mm, aten.matmul)
-def product(node: fx.Node, dims: Dims) -> Passage | None:
-    given, weight = node.args[:2]
-    if rank_of(weight) != 2 or rank_of(given) < 2 or rank_of(given) - 1 in dims:
+@RULES.register(aten.mm, aten.matmul)
+def matmul(node: fx.Node, dims: Dims) -> Propagation | None:
+    operand, weight = tensor_input(node), tensor_input(node, 1)
+    if rank_of(weight) != 2 or rank_of(operand) < 2 or rank_of(operand) - 1 in dims:
         return None
-    return of_one(node, dims, lambda source, x: torch.matmul(x, source.dense(weight)))
+    return unary(node, dims, lambda inputs, x: torch.matmul(x, inputs.dense(weight)))
 
 
-@RULES.of(aten.addmm)
-def added_product(node: fx.Node, dims: Dims) -> Passage | None:
-    bias, given, weight = node.args
+@RULES.register(aten.addmm)
+def addmm(node: fx.Node, dims: Dims) -> Propagation | None:
+    bias, operand, weight = (tensor_input(node, position) for position in range(3))
     if dims != (0,) or node.kwargs or rank_of(bias) != 1:
         return None
+    return Propagation(
+        {operand: dims},
+        lambda inputs: aten.addmm.default(inputs.dense(bias), inputs.packed(operand), inputs.dense(weight)),
+    )
 
-    def make(source: Source) -> Tensor:
-        return aten.addmm.default(source.dense(bias), source.packed(given), source.dense(weight))
 
-    return Passage({given: dims}, make)
-
-
-@RULES.of(aten.layer_norm, aten.rms_norm)
-def norm(node: fx.Node, dims: Dims) -> Passage | None:
-    shape: Any = node.args[1]
+@RULES.register(aten.layer_norm, aten.rms_norm)
+def norm(node: fx.Node, dims: Dims) -> Propagation | None:
+    shape = cast("list[int]", node.args[1])
     if max(dims) >= rank_of(node) - len(shape):
         return None
-    return of_one(node, dims, lambda source, x: node.target(x, *map(source.dense, node.args[1:]), **node.kwargs))
+
+    def compute(inputs: RuleInputs, x: Tensor) -> Any:
+        return call_operator(node, x, *map(inputs.dense, node.args[1:]), **node.kwargs)
+
+    return unary(node, dims, compute)
 
 
-@RULES.of(aten.embedding)
-def embedding(node: fx.Node, dims: Dims) -> Passage | None:
-    weight, ids, *more = node.args
+@RULES.register(aten.embedding)
+def embedding(node: fx.Node, dims: Dims) -> Propagation | None:
+    weight, ids = tensor_input(node), tensor_input(node, 1)
     if rank_of(node) - 1 in dims:
         return None
-
-    def make(source: Source) -> Tensor:
-        return aten.embedding.default(source.dense(weight), source.packed(ids), *more)
-
-    return Passage({ids: dims}, make)
+    return Propagation(
+        {ids: dims}, lambda inputs: aten.embedding.default(inputs.dense(weight), inputs.packed(ids), *node.args[2:])
+    )
 
 
-@RULES.of(aten.topk)
-def largest(node: fx.Node, dims: Dims) -> Passage | None:
-    """The largest numbers of each row, and where they are."""
-    given, count, *more = node.args
-    dim: Any = more[0] if more else -1
-    place = packed_dim(dim % rank_of(given), dims)
-    if node.kwargs or dim % rank_of(given) in dims:
+@RULES.register(aten.topk)
+def topk(node: fx.Node, dims: Dims) -> Propagation | None:
+    rank = rank_of(tensor_input(node))
+    dim = dim_argument(node, 2, rank, default=-1)
+    if node.kwargs or dim in dims:
         return None
-    return of_one(node, dims, lambda source, x: aten.topk.default(x, count, place, *more[1:]))
+    along = packed_dim(dim, dims)
+    return unary(node, dims, lambda inputs, x: aten.topk.default(x, node.args[1], along, *node.args[3:]))
 
 
-@RULES.of(aten.softmax, aten.log_softmax, aten._softmax, aten._log_softmax, aten.cumsum, aten.glu)
-def along_one_dimension(node: fx.Node, dims: Dims) -> Passage | None:
+@RULES.register(aten.softmax, aten.log_softmax, aten._softmax, aten._log_softmax, aten.cumsum, aten.glu)
+def along_one_dimension(node: fx.Node, dims: Dims) -> Propagation | None:
     rank = rank_of(node)
-    dim: Any = node.args[1] if len(node.args) > 1 else -1
+    dim = node.args[1] if len(node.args) > 1 else -1
     if not isinstance(dim, int) or dim % rank in dims:
         return None
-    more, place = node.args[2:], packed_dim(dim % rank, dims)
-    return of_one(node, dims, lambda source, x: node.target(x, place, *more, **node.kwargs))
+    along = packed_dim(dim % rank, dims)
+    return unary(node, dims, lambda inputs, x: call_operator(node, x, along, *node.args[2:], **node.kwargs))
 
 
-@RULES.of(torch.ops.ort_accel.token_scores)
-def scores_of_targets(node: fx.Node, dims: Dims) -> Passage | None:
-    scores, targets = node.args
-
-    def make(source: Source) -> Any:
-        return token_scores(source.packed(scores), source.packed(targets))
-
-    return Passage({scores: dims, targets: dims}, make)
+@RULES.register(torch.ops.ort_accel.token_scores)
+def scores_of_targets(node: fx.Node, dims: Dims) -> Propagation | None:
+    scores, targets = tensor_input(node), tensor_input(node, 1)
+    return Propagation(
+        {scores: dims, targets: dims}, lambda inputs: token_scores(inputs.packed(scores), inputs.packed(targets))
+    )
 
 
-@RULES.of(aten.gather)
-def gather(node: fx.Node, dims: Dims) -> Passage | None:
-    """Picks in each row, by an index for each row: the score of each token's label, say. There may be more rows to pick
-    from, behind those that are."""
-    given, wish, index = node.args[:3]
-    dim = int(wish) % rank_of(node)
-    if dim in dims or dims[0] != 0 or not is_full(given, value_of(node), dims[1:]):
+@RULES.register(aten.gather)
+def gather(node: fx.Node, dims: Dims) -> Propagation | None:
+    """Picks entries of each row by an index for each row; the source may have further rows behind those."""
+    operand, index = tensor_input(node), tensor_input(node, 2)
+    dim = dim_argument(node, 1, rank_of(node))
+    if dim in dims or dims[0] != 0 or not has_dims(operand, value_of(node), dims[1:]):
         return None
-    place = packed_dim(dim, dims)
-
-    def make(source: Source) -> Tensor:
-        return torch.gather(source.packed(given), place, source.packed(index))
-
-    return Passage({given: dims, index: dims}, make)
+    along = packed_dim(dim, dims)
+    return Propagation(
+        {operand: dims, index: dims}, lambda inputs: torch.gather(inputs.packed(operand), along, inputs.packed(index))
+    )
 
 
-@RULES.of(aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, aten.logsumexp, aten.norm, aten.argmax)
-def reduction(node: fx.Node, dims: Dims) -> Passage | None:
-    given: Any = node.args[0]
-    schema = [argument.name for argument in node.target._schema.arguments]
-    if "dim" not in schema or schema.index("dim") != 1 or len(node.args) < 2 or node.args[1] is None:
+@RULES.register(aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, aten.logsumexp, aten.norm, aten.argmax)
+def reduction(node: fx.Node, dims: Dims) -> Propagation | None:
+    names = argument_names(node)
+    if "dim" not in names or names.index("dim") != 1 or len(node.args) < 2 or node.args[1] is None:
         return None
-    rank = rank_of(given)
-    wish: Any = node.args[1]
-    over = [dim % rank for dim in (wish if isinstance(wish, list | tuple) else [wish])]
-    at = schema.index("keepdim")
-    keep = bool(node.args[at] if len(node.args) > at else node.kwargs.get("keepdim", False))
-    inner = dims if keep else tuple(rest_of(rank, tuple(over))[dim] for dim in dims)
+    rank = rank_of(tensor_input(node))
+    is_list = isinstance(node.args[1], list | tuple)
+    reduced = cast("list[int]", node.args[1] if is_list else [node.args[1]])
+    over = [dim % rank for dim in reduced]
+    position = names.index("keepdim")
+    keeps_dims = node.args[position] if len(node.args) > position else node.kwargs.get("keepdim", False)
+    inner = dims if keeps_dims else tuple(other_dims(rank, tuple(over))[dim] for dim in dims)
     if not over or set(over) & set(inner):
         return None
-    places: Any = [packed_dim(dim, inner) for dim in over]
-    places = places if isinstance(wish, list | tuple) else places[0]
-    more = node.args[2:]
-    return of_one(node, inner, lambda source, x: node.target(x, places, *more, **node.kwargs))
+    packed = [packed_dim(dim, inner) for dim in over]
+    along = packed if is_list else packed[0]
+    return unary(node, inner, lambda inputs, x: call_operator(node, x, along, *node.args[2:], **node.kwargs))

@@ -1,26 +1,32 @@
-"""Rules of operators that only move numbers: into other shapes and orders, out of tensors and into larger ones."""
+"""Rules of operators that only move numbers: views, permutations, concatenations, slices and indexing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
 from torch import Tensor, fx
 
 from ort_accel.graph.nodes import order_of
-from ort_accel.graph.symbolic_sizes import expression, known_equal
+from ort_accel.graph.symbolic_sizes import Size, expression, known_equal
 from ort_accel.row_skipping.row_flow import (
     Dims,
-    Passage,
+    Propagation,
+    RuleInputs,
     Rules,
-    Source,
-    is_full,
-    of_one,
+    argument_names,
+    call_operator,
+    dim_argument,
+    has_dims,
+    other_dims,
     packed_dim,
     rank_of,
-    rest_of,
+    slice_arguments,
+    tensor_input,
+    tensor_list,
+    unary,
     value_of,
 )
 
@@ -29,170 +35,157 @@ aten = torch.ops.aten
 RULES = Rules()
 
 
-@RULES.of(aten.cat)
-def concatenation(node: fx.Node, dims: Dims) -> Passage | None:
-    """Of parts side by side in each row. A cache of keys that begins empty adds nothing, wherever it is put."""
-    given: Any = node.args[0]
-    empty = frozenset(filter(_is_empty, given))
-    parts = [part for part in given if part not in empty]
-    dim: Any = node.args[1] if len(node.args) > 1 else 0
-    dim %= rank_of(node)
+@RULES.register(aten.cat)
+def concatenation(node: fx.Node, dims: Dims) -> Propagation | None:
+    """Joins parts side by side in each row. Empty parts, such as a key cache at its start, are dropped."""
+    tensors = tensor_list(node)
+    empty = frozenset(filter(_is_empty, tensors))
+    parts = [part for part in tensors if part not in empty]
+    dim = dim_argument(node, 1, rank_of(node))
     if any(rank_of(part) != rank_of(node) or value_of(part).dtype != value_of(node).dtype for part in parts):
         return None
     if len(parts) == 1:
-        return Passage({parts[0]: dims}, lambda source: source.packed(parts[0]), empty)
+        return Propagation({parts[0]: dims}, lambda inputs: inputs.packed(parts[0]), empty)
     if dim in dims or not parts:
         return None
-    place = packed_dim(dim, dims)
-
-    def make(source: Source) -> Tensor:
-        return torch.cat([source.packed(part) for part in parts], place)
-
-    return Passage(dict.fromkeys(parts, dims), make, empty)
+    along = packed_dim(dim, dims)
+    return Propagation(
+        dict.fromkeys(parts, dims), lambda inputs: torch.cat([inputs.packed(part) for part in parts], along), empty
+    )
 
 
 def _is_empty(node: fx.Node) -> bool:
     return any(known_equal(size, 0) for size in value_of(node).shape)
 
 
-@RULES.of(aten.stack)
-def stack(node: fx.Node, dims: Dims) -> Passage | None:
-    parts: Any = node.args[0]
-    dim = int(node.args[1]) % rank_of(node) if len(node.args) > 1 else 0
+@RULES.register(aten.stack)
+def stack(node: fx.Node, dims: Dims) -> Propagation | None:
+    parts = tensor_list(node)
+    dim = dim_argument(node, 1, rank_of(node))
     if dim in dims:
         return None
-    inner, place = tuple(d - (d > dim) for d in dims), packed_dim(dim, dims)
-    return Passage(dict.fromkeys(parts, inner), lambda source: torch.stack([source.packed(x) for x in parts], place))
+    inner, along = tuple(d - (d > dim) for d in dims), packed_dim(dim, dims)
+    return Propagation(
+        dict.fromkeys(parts, inner), lambda inputs: torch.stack([inputs.packed(part) for part in parts], along)
+    )
 
 
-@RULES.of(aten.slice)
-def part(node: fx.Node, dims: Dims) -> Passage | None:
-    given: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
-    dim, start, end, step = given
-    rank = rank_of(node)
-    dim = int(dim) % rank
+@RULES.register(aten.slice)
+def slice_of_row(node: fx.Node, dims: Dims) -> Propagation | None:
     if is_whole(node):
-        return of_one(node, dims, lambda source, x: x)
+        return unary(node, dims, lambda inputs, x: x)
+    dim, start, end, step = slice_arguments(node)
     if dim in dims:
         return None
-    place = packed_dim(dim, dims)
-    return of_one(
-        node, dims, lambda source, x: aten.slice.Tensor(x, place, source.dense(start), source.dense(end), step)
+    along = packed_dim(dim, dims)
+    return unary(
+        node, dims, lambda inputs, x: aten.slice.Tensor(x, along, inputs.dense(start), inputs.dense(end), step)
     )
 
 
 def is_whole(node: fx.Node) -> bool:
-    """Whether a slice takes everything."""
-    given: Any = node.args[0]
-    return all(known_equal(a, b) for a, b in zip(value_of(node).shape, value_of(given).shape, strict=True))
+    """True if a slice takes everything."""
+    return all(map(known_equal, value_of(node).shape, value_of(tensor_input(node)).shape))
 
 
-@RULES.of(aten.select)
-def selection(node: fx.Node, dims: Dims) -> Passage | None:
-    given, dim, index = node.args
-    dim = int(dim) % rank_of(given)
+@RULES.register(aten.select)
+def select(node: fx.Node, dims: Dims) -> Propagation | None:
+    dim = dim_argument(node, 1, rank_of(tensor_input(node)))
     inner = tuple(d + (d >= dim) for d in dims)
-    place = packed_dim(dim, inner)
-    return of_one(node, inner, lambda source, x: x.select(place, source.dense(index)))
+    along = packed_dim(dim, inner)
+    return unary(node, inner, lambda inputs, x: x.select(along, inputs.dense(node.args[2])))
 
 
-@RULES.of(aten.index)
-def places(node: fx.Node, dims: Dims) -> Passage | None:
-    """Of several places along one dimension, which are the same in each row."""
-    indices: Any = node.args[1]
-    ((dim, index), *more) = [(dim, item) for dim, item in enumerate(indices) if item is not None]
-    if more or dim in dims or rank_of(index) != 1 or value_of(index).dtype != torch.int64:
+@RULES.register(aten.index)
+def index(node: fx.Node, dims: Dims) -> Propagation | None:
+    """Indexes one dimension with the same positions in each row."""
+    indices = cast("list[fx.Node | None]", node.args[1])
+    ((dim, positions), *more) = [(dim, item) for dim, item in enumerate(indices) if item is not None]
+    if more or dim in dims or rank_of(positions) != 1 or value_of(positions).dtype != torch.int64:
         return None
     before = [None] * packed_dim(dim, dims)
-    return of_one(node, dims, lambda source, x: aten.index.Tensor(x, [*before, source.dense(index)]))
+    return unary(node, dims, lambda inputs, x: aten.index.Tensor(x, [*before, inputs.dense(positions)]))
 
 
-@RULES.of(aten.scatter)
-def written_places(node: fx.Node, dims: Dims) -> Passage | None:
-    """Of numbers that are written to places of each row, as an index for each row says."""
-    given, wish, index, what = node.args[:4]
-    dim: Any = wish
-    dim %= rank_of(node)
-    parts = [given, index, *([what] if isinstance(what, fx.Node) else [])]
-    if node.target not in WRITTEN or dim in dims or not all(is_full(part, value_of(node), dims) for part in parts):
+SCATTERS_WITHOUT_REDUCTION = {aten.scatter.src, aten.scatter.value}
+
+
+@RULES.register(aten.scatter)
+def scatter(node: fx.Node, dims: Dims) -> Propagation | None:
+    """Writes numbers into each row, by an index for each row."""
+    operand, positions, source = tensor_input(node), tensor_input(node, 2), node.args[3]
+    dim = dim_argument(node, 1, rank_of(node))
+    tensors = [operand, positions, *([source] if isinstance(source, fx.Node) else [])]
+    if node.target not in SCATTERS_WITHOUT_REDUCTION or dim in dims:
         return None
-    place = packed_dim(dim, dims)
+    if not all(has_dims(item, value_of(node), dims) for item in tensors):
+        return None
+    along = packed_dim(dim, dims)
 
-    def make(source: Source) -> Tensor:
-        written = source.packed(what) if isinstance(what, fx.Node) else what
-        made: Tensor = node.target(source.packed(given), place, source.packed(index), written)
-        return made
+    def compute(inputs: RuleInputs) -> Any:
+        written = inputs.packed(source) if isinstance(source, fx.Node) else source
+        return call_operator(node, inputs.packed(operand), along, inputs.packed(positions), written)
 
-    return Passage(dict.fromkeys(parts, dims), make)
-
-
-WRITTEN = {aten.scatter.src, aten.scatter.value}
-"""Of its forms those that write, and do not reduce."""
+    return Propagation(dict.fromkeys(tensors, dims), compute)
 
 
-@RULES.of(aten.zeros_like, aten.ones_like, aten.full_like)
-def constant(node: fx.Node, dims: Dims) -> Passage | None:
-    """The same number everywhere."""
-    return of_one(node, dims, lambda source, x: node.target(x, *node.args[1:], **node.kwargs))
+@RULES.register(aten.zeros_like, aten.ones_like, aten.full_like)
+def constant(node: fx.Node, dims: Dims) -> Propagation | None:
+    return unary(node, dims, lambda inputs, x: call_operator(node, x, *node.args[1:], **node.kwargs))
 
 
-@RULES.of(aten.split, aten.split_with_sizes, aten.chunk, aten.unbind)
-def parts(node: fx.Node, dims: Dims) -> Passage | None:
-    schema = [argument.name for argument in node.target._schema.arguments]
-    at = schema.index("dim")
-    given: Any = node.args[0]
-    dim: Any = node.args[at] if len(node.args) > at else 0
-    dim %= rank_of(given)
+@RULES.register(aten.split, aten.split_with_sizes, aten.chunk, aten.unbind)
+def split(node: fx.Node, dims: Dims) -> Propagation | None:
+    position = argument_names(node).index("dim")
+    dim = dim_argument(node, position, rank_of(tensor_input(node)))
     inner = tuple(d + (d >= dim) for d in dims) if node.target is aten.unbind.int else dims
     if dim in inner:
         return None
-    place, between = packed_dim(dim, inner), node.args[1:at]
-    return of_one(node, inner, lambda source, x: node.target(x, *between, place))
+    along, sizes = packed_dim(dim, inner), node.args[1:position]
+    return unary(node, inner, lambda inputs, x: call_operator(node, x, *sizes, along))
 
 
-@RULES.of(aten.transpose, aten.permute, aten.t)
-def permutation(node: fx.Node, dims: Dims) -> Passage | None:
-    given: Any = node.args[0]
+@RULES.register(aten.transpose, aten.permute, aten.t)
+def permutation(node: fx.Node, dims: Dims) -> Propagation | None:
     order = order_of(node)
     inner = tuple(order[dim] for dim in dims)
     if inner != tuple(sorted(inner)):
         return None
-    places = [packed_dim(order[dim], inner) for dim in rest_of(len(order), dims)]
-    is_same = places == sorted(places)
-    return Passage(
-        {given: inner},
-        lambda source: source.packed(given) if is_same else source.packed(given).permute([0, *places]),
-    )
+    packed = [packed_dim(order[dim], inner) for dim in other_dims(len(order), dims)]
+    is_same = packed == sorted(packed)
+    return unary(node, inner, lambda inputs, x: x if is_same else x.permute([0, *packed]))
 
 
-@RULES.of(aten.unsqueeze)
-def unsqueezed(node: fx.Node, dims: Dims) -> Passage | None:
-    dim = int(node.args[1]) % rank_of(node)
+@RULES.register(aten.unsqueeze)
+def unsqueeze(node: fx.Node, dims: Dims) -> Propagation | None:
+    dim = dim_argument(node, 1, rank_of(node))
     if dim in dims:
         return None
     inner = tuple(d - (d > dim) for d in dims)
-    return of_one(node, inner, lambda source, x: x.unsqueeze(packed_dim(dim, dims)))
+    return unary(node, inner, lambda inputs, x: x.unsqueeze(packed_dim(dim, dims)))
 
 
-@RULES.of(aten.expand)
-def expansion(node: fx.Node, dims: Dims) -> Passage | None:
-    given: Any = node.args[0]
-    result = value_of(node)
-    lacks = result.ndim - rank_of(given)
-    sizes = [expression(result.shape[dim]) for dim in rest_of(result.ndim, dims)]
-    if not is_full(given, result, dims) or not all(isinstance(size, int) for size in sizes):
+@RULES.register(aten.expand)
+def expand(node: fx.Node, dims: Dims) -> Propagation | None:
+    operand, result = tensor_input(node), value_of(node)
+    missing = result.ndim - rank_of(operand)
+    sizes = _fixed_sizes(result, dims)
+    if sizes is None or not has_dims(operand, result, dims):
         return None
-    inner = tuple(dim - lacks for dim in dims)
+    inner = tuple(dim - missing for dim in dims)
 
-    def make(source: Source, x: Tensor) -> Tensor:
-        for _ in range(lacks - sum(d < lacks for d in dims)):
+    def compute(inputs: RuleInputs, x: Tensor) -> Tensor:
+        for _ in range(missing - sum(d < missing for d in dims)):
             x = x.unsqueeze(1)
         return x.expand([x.shape[0], *sizes])
 
-    return of_one(node, inner, make)
+    return unary(node, inner, compute)
 
 
-@RULES.of(
+LIKE_ANOTHER = {aten.view_as.default, aten.reshape_as.default}
+
+
+@RULES.register(
     aten.view,
     aten.view_as,
     aten.reshape,
@@ -202,30 +195,33 @@ def expansion(node: fx.Node, dims: Dims) -> Passage | None:
     aten.unflatten,
     aten.squeeze,
 )
-def view(node: fx.Node, dims: Dims) -> Passage | None:
-    given: Any = node.args[0]
-    result = value_of(node)
-    inner = dims_before(value_of(given).shape, result.shape, dims)
-    sizes = [expression(result.shape[dim]) for dim in rest_of(result.ndim, dims)]
-    if inner is None or not all(isinstance(size, int) for size in sizes):
+def view(node: fx.Node, dims: Dims) -> Propagation | None:
+    operand, result = tensor_input(node), value_of(node)
+    shape = value_of(operand).shape
+    inner = _dims_before_view(shape, result.shape, dims)
+    sizes = _fixed_sizes(result, dims)
+    if inner is None or sizes is None:
         return None
-    before = [expression(size) for dim, size in enumerate(value_of(given).shape) if dim not in inner]
+    before = [expression(size) for dim, size in enumerate(shape) if dim not in inner]
 
-    def make(source: Source) -> Tensor:
-        x = source.packed(given)
+    def compute(inputs: RuleInputs) -> Tensor:
+        x = inputs.packed(operand)
         return x if before == sizes else x.reshape([x.shape[0], *sizes])
 
-    lends_form = frozenset(node.all_input_nodes) - {given} if node.target in LIKE_ANOTHER else frozenset()
-    return Passage({given: inner}, make, lends_form)
+    lends_shape = frozenset(node.all_input_nodes) - {operand} if node.target in LIKE_ANOTHER else frozenset()
+    return Propagation({operand: inner}, compute, lends_shape)
 
 
-LIKE_ANOTHER = {aten.view_as.default, aten.reshape_as.default}
+def _fixed_sizes(result: Tensor, dims: Dims) -> list[int] | None:
+    """Returns the sizes of the dimensions that hold no rows; None if one of them is symbolic."""
+    sizes = [expression(result.shape[dim]) for dim in other_dims(result.ndim, dims)]
+    return sizes if all(isinstance(size, int) for size in sizes) else None
 
 
-def dims_before(before: Sequence[Any], after: Sequence[Any], dims: Dims) -> Dims | None:
-    """The dimensions that hold the rows before a view, if it keeps rows and the rest apart."""
+def _dims_before_view(before: Sequence[Size], after: Sequence[Size], dims: Dims) -> Dims | None:
+    """Returns the dimensions that hold the rows before a view; None if the view mixes rows and other dimensions."""
     found: list[int] = []
-    for old, new in groups(before, after):
+    for old, new in view_groups(before, after):
         inside = [dim for dim in new if dim in dims]
         if inside and len(inside) < len(new) and any(expression(after[d]) != 1 for d in new if d not in dims):
             return None
@@ -234,15 +230,15 @@ def dims_before(before: Sequence[Any], after: Sequence[Any], dims: Dims) -> Dims
     return tuple(found) if found else None
 
 
-def groups(before: Sequence[Any], after: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
-    """Dimensions of two shapes that hold the same numbers, from the left."""
+def view_groups(before: Sequence[Size], after: Sequence[Size]) -> list[tuple[list[int], list[int]]]:
+    """Returns groups of dimensions of two shapes that hold the same numbers, from the left."""
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
         old, new = list(range(i, min(i + 1, len(before)))), list(range(j, min(j + 1, len(after))))
         i, j = i + len(old), j + len(new)
         while not known_equal(_product(before, old), _product(after, new)):
-            if j < len(after) and (i >= len(before) or _is_behind(before, old, after, new)):
+            if j < len(after) and (i >= len(before) or _is_smaller(_product(after, new), _product(before, old))):
                 new.append(j)
                 j += 1
             elif i < len(before):
@@ -254,14 +250,14 @@ def groups(before: Sequence[Any], after: Sequence[Any]) -> list[tuple[list[int],
     return groups
 
 
-def _is_behind(before: Sequence[Any], old: list[int], after: Sequence[Any], new: list[int]) -> bool:
-    """Whether the view's side is the one with fewer numbers so far."""
-    have, want = sympy.sympify(expression(_product(after, new))), sympy.sympify(expression(_product(before, old)))
-    return have != 0 and bool((want / have).is_integer)
+def _is_smaller(size: Size, other: Size) -> bool:
+    """True if a size is known to divide the other one."""
+    divisor, dividend = sympy.sympify(expression(size)), sympy.sympify(expression(other))
+    return divisor != 0 and bool((dividend / divisor).is_integer)
 
 
-def _product(shape: Sequence[Any], dims: Sequence[int]) -> Any:
-    product: Any = 1
+def _product(shape: Sequence[Size], dims: Sequence[int]) -> Size:
+    product: Size = 1
     for dim in dims:
         product = product * shape[dim]
     return product

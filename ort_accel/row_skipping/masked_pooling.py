@@ -1,31 +1,33 @@
-"""Tokens that are masked out of a value before something reads all of it: for a mean over real tokens, say."""
+"""Matches operators that mask tokens out of a value before all of it is read: mean pooling over real tokens, say."""
 
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from ort_accel.graph.symbolic_sizes import same_shape
 from ort_accel.row_skipping.row_flow import shape_of, value_of
-from ort_accel.row_skipping.row_sets import Marked, Some
+from ort_accel.row_skipping.row_sets import SomeRows, Unmasked
 
 aten = torch.ops.aten
 
 
-def masked(node: fx.Node, known: Container[fx.Node]) -> tuple[fx.Node, Some] | None:
-    """The input whose tokens an operator hides, and which of them it reads. `known` are the values that inputs tell."""
-    for given, mark, hides in _readings(node):
-        if isinstance(given, fx.Node) and given not in known and mark in known and _fits(node, given, mark):
-            return given, Some((0, 1), frozenset([Marked(mark, hides)]))
+def match_masked_tokens(node: fx.Node, input_only: Container[fx.Node]) -> tuple[fx.Node, SomeRows] | None:
+    """Returns the input whose tokens an operator masks, and which of them it reads."""
+    for operand, mask, masked_value in _masked_operands(node):
+        if not isinstance(operand, fx.Node) or not isinstance(mask, fx.Node):
+            continue
+        if operand not in input_only and mask in input_only and _covers_tokens(node, operand, mask):
+            return operand, SomeRows((0, 1), frozenset([Unmasked(mask, masked_value)]))
     return None
 
 
-def _readings(node: fx.Node) -> list[tuple[Any, Any, bool]]:
-    """What may be hidden, by what, and what that says where it hides."""
-    args: tuple[Any, ...] = node.args
+def _masked_operands(node: fx.Node) -> list[tuple[Argument, Argument, bool]]:
+    """Returns triples: an operand that may be masked, its mask, and the mask's value where the operand is hidden."""
+    args = node.args
     match node.target:
         case aten.mul.Tensor:
             return [(args[0], args[1], False), (args[1], args[0], False)]
@@ -36,9 +38,9 @@ def _readings(node: fx.Node) -> list[tuple[Any, Any, bool]]:
     return []
 
 
-def _fits(node: fx.Node, given: fx.Node, mark: fx.Node) -> bool:
-    """Whether both have all tokens, as [batch, length, ...]."""
-    one, other = shape_of(given), shape_of(mark)
+def _covers_tokens(node: fx.Node, operand: fx.Node, mask: fx.Node) -> bool:
+    """True if operand and mask both have every token, as [batch, length, ...]."""
+    one, other = shape_of(operand), shape_of(mask)
     if one is None or other is None or not len(one) == len(other) >= 2:
         return False
     return same_shape(one, value_of(node).shape) and same_shape(one[:2], other[:2])

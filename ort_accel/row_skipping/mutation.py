@@ -1,29 +1,30 @@
-"""Tensors that a graph changes: which these are, and how a graph does without changing them where nothing notices."""
+"""Finds the tensors that a graph mutates, and replaces in-place operators by functional ones where that is safe."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ort_accel.graph.nodes import is_part, is_random, is_view
+from ort_accel.row_skipping.row_flow import tensor_input
 
 aten = torch.ops.aten
 
-MAY_GIVE_BACK = {aten.type_as.default, aten.einsum.default}
-"""Operators that may return a tensor that they were given, although they do not say so."""
+MAY_RETURN_INPUT = {aten.type_as.default, aten.einsum.default}
+"""Operators that may return their input, although their schema declares no alias."""
 
-WRITES_PLACES = {aten.index_put.default, aten.scatter.src, aten.scatter.value}
-"""Operators that do not compute element by element and yet may work on some rows."""
+SCATTERS = {aten.index_put.default, aten.scatter.src, aten.scatter.value}
+"""Functional operators that are not element-wise and are made functional all the same."""
 
 DROPOUTS = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default}
-"""Which do so as well where they drop nothing."""
+"""Operators that return their input where they drop nothing."""
 
 
-def written(graph: fx.Graph) -> set[fx.Node]:
-    """All tensors that share memory with one that is changed in place."""
+def mutated_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Returns all tensors that share memory with one that is mutated."""
     owner: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         owner[node] = _owner(node, owner)
@@ -32,84 +33,85 @@ def written(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _owner(node: fx.Node, owner: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The node that made the memory that a node's value lies in."""
-    if is_part(node) and _gives_new_parts(node.args[0]):
+    """Returns the node that allocated the memory of a node's value."""
+    if is_part(node) and _allocates_outputs(tensor_input(node)):
         return node
-    looks = node.op == "call_function" and (is_view(node) or is_part(node) or is_in_place(node) or _gives_back(node))
-    return owner[node.all_input_nodes[0]] if looks and node.all_input_nodes else node
+    is_alias = is_view(node) or is_part(node) or is_in_place(node) or _returns_input(node)
+    return owner[node.all_input_nodes[0]] if node.op == "call_function" and is_alias and node.all_input_nodes else node
 
 
-def _gives_new_parts(whole: Any) -> bool:
-    """Whether a node makes several tensors, each in memory of its own: `topk`, but not `split`. Of lists of tensors
-    some operators do not say what these share (`meshgrid`)."""
-    schema = getattr(whole.target, "_schema", None)
-    if schema is None or schema.is_mutable:
+def _allocates_outputs(node: fx.Node) -> bool:
+    """True if a node returns several tensors, each in memory of its own: `topk`, but not `split`.
+
+    Operators that return a list of tensors are left out: some declare no alias although there is one (`meshgrid`).
+    """
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
         return False
-    return all(made.alias_info is None and isinstance(made.type, torch.TensorType) for made in schema.returns)
+    returns = node.target._schema.returns
+    return all(item.alias_info is None and isinstance(item.type, torch.TensorType) for item in returns)
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """Whether a node changes a tensor that it was given."""
+    """True if a node's operator mutates an input."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _gives_back(node: fx.Node) -> bool:
+def _returns_input(node: fx.Node) -> bool:
     if node.target in DROPOUTS:
         _, probability, training = node.args
         return not (training and probability)
-    return node.target in MAY_GIVE_BACK
+    return node.target in MAY_RETURN_INPUT
 
 
-def write_less(graph: fx.Graph) -> None:
-    """Make new tensors where one is changed that no other tensor shares its memory with, as in `x += y`.
+def functionalize(graph: fx.Graph) -> None:
+    """Replaces in-place operators on tensors that no other tensor shares memory with, as in `x += y`.
 
-    What reads the changed tensor from then on reads the new one. An operator that changes a tensor needs all of it, and
-    one that makes a new one may work on some rows. Without gradients the two are not the same: a tensor that is changed
-    so keeps the gradient that it had.
+    Later readers of the mutated tensor read the new one. An in-place operator needs all rows; a functional one may
+    compute some. Operators under `no_grad` are kept: there a mutated tensor keeps the gradient that it had.
     """
     enabled = torch.is_grad_enabled()
-    place = {node: number for number, node in enumerate(graph.nodes)}
+    position = {node: number for number, node in enumerate(graph.nodes)}
     owner: dict[fx.Node, fx.Node] = {}
-    shares: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    aliases: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.target is torch._C._set_grad_enabled:
             enabled = bool(node.args[0])
-        target = _making_new(node) if enabled and is_in_place(node) else None
-        if target is not None and _is_alone(node, owner, shares, place):
-            changed: Any = node.args[0]
+        target = _functional_form(node) if enabled and is_in_place(node) else None
+        if target is not None and _is_unaliased(node, owner, aliases, position):
+            mutated = tensor_input(node)
             node.target = target
-            later = [user for user in changed.users if place[user] > place[node]]
-            for user in later:
-                user.replace_input_with(changed, node)
+            for user in [user for user in mutated.users if position[user] > position[node]]:
+                user.replace_input_with(mutated, node)
         owner[node] = _owner(node, owner)
-        shares[owner[node]].append(node)
+        aliases[owner[node]].append(node)
 
 
-def _is_alone(
-    node: fx.Node, owner: dict[fx.Node, fx.Node], shares: dict[fx.Node, list[fx.Node]], place: dict[fx.Node, int]
+def _is_unaliased(
+    node: fx.Node, owner: dict[fx.Node, fx.Node], aliases: dict[fx.Node, list[fx.Node]], position: dict[fx.Node, int]
 ) -> bool:
-    """Whether what a node changes was made by the graph, and is looked at later under its own name only."""
-    changed: Any = node.args[0]
-    if changed.op != "call_function" or owner[changed] is not changed:
+    """True if the graph allocated the tensor that a node mutates, and no alias of it is read later."""
+    mutated = tensor_input(node)
+    if mutated.op != "call_function" or owner[mutated] is not mutated:
         return False
-    others = (other for other in shares[changed] if other is not changed)
-    return not any(place[user] > place[node] for other in others for user in other.users)
+    others = (other for other in aliases[mutated] if other is not mutated)
+    return not any(position[user] > position[node] for other in others for user in other.users)
 
 
-def _making_new(node: fx.Node) -> torch._ops.OpOverload | None:
-    """The operator that gives a new tensor with what this one writes; None where there is none or it is another."""
-    target: Any = node.target
-    packet = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
-    found = getattr(packet, target._overloadname, None)
-    if found is None or found._schema.is_mutable or is_random(node):
+def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
+    """Returns the functional operator of the same result; None where there is none."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema
+    packet = getattr(aten, schema.name.removeprefix("aten::").removesuffix("_"), None)
+    found = getattr(packet, node.target._overloadname, None)
+    if not isinstance(found, torch._ops.OpOverload) or found._schema.is_mutable or is_random(node):
         return None
-    if torch.Tag.pointwise not in found.tags and found not in WRITES_PLACES:
+    if torch.Tag.pointwise not in found.tags and found not in SCATTERS:
         return None
-    args, kwargs = (fx.map_arg(item, lambda given: given.meta.get("val")) for item in (node.args, node.kwargs))
-    changed = args[0]
-    if not isinstance(changed, Tensor):
+    args = fx.map_arg(node.args, lambda item: item.meta.get("val"))
+    kwargs = fx.map_arg(node.kwargs, lambda item: item.meta.get("val"))
+    mutated = args[0]
+    if not isinstance(mutated, FakeTensor):
         return None
-    with changed.fake_mode:  # type: ignore[attr-defined]
-        made = found(*args, **kwargs)
-    same = made.dtype == changed.dtype and made.shape == changed.shape
-    return found if same else None
+    with mutated.fake_mode:
+        result = found(*args, **kwargs)
+    return found if result.dtype == mutated.dtype and result.shape == mutated.shape else None

@@ -1,4 +1,4 @@
-"""The way from a forward graph to a smaller one: what is read, which rows that needs, and how to write it."""
+"""Analyses a forward graph, and proposes a smaller graph that computes only the rows that are read."""
 
 from __future__ import annotations
 
@@ -8,47 +8,49 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
-from ort_accel.graph.nodes import is_random, is_view, returned
+from ort_accel.graph.nodes import is_random, returned
 from ort_accel.graph.requires_grad import has_gradient, mark_gradients
 from ort_accel.operators.flops import flops
-from ort_accel.row_skipping.batch_row_tables import Batch, Front
-from ort_accel.row_skipping.mutation import write_less
-from ort_accel.row_skipping.packed_graph_writer import Packing
-from ort_accel.row_skipping.row_demand import Demands, Wishes, find_demands, writes_into_inputs
-from ort_accel.row_skipping.row_plan import Plan, RowSet, has_labels, make_plan
-from ort_accel.row_skipping.row_sets import Everything, Marked, has_keys
+from ort_accel.row_skipping.batch_row_tables import Batch, RowTableBuilder
+from ort_accel.row_skipping.input_graph import is_view_of_input
+from ort_accel.row_skipping.mutation import functionalize
+from ort_accel.row_skipping.packed_graph_writer import PackedGraphWriter
+from ort_accel.row_skipping.row_demand import Demands, Wishes, analyse_rows, mutates_inputs
+from ort_accel.row_skipping.row_plan import Plan, RowSet, make_plan
+from ort_accel.row_skipping.row_sets import AllRows, Unmasked, ValidLabel, has_attended_keys, innermost
 
 
 class NothingToSkip(Exception):
-    """Why a graph is left as it is."""
+    """Raised where no row can be left out; the message says why."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A smaller graph that can be written, and what it leaves out."""
+    """A smaller graph that can be written, and the work that it saves."""
 
     traced: fx.GraphModule
-    front: Front
+    front: RowTableBuilder
     unread: frozenset[int]
-    """Positions of the outputs that it does not make."""
+    """Positions of the outputs that it does not compute."""
     work: float
     """Floating point operations of the whole graph."""
     work_of: dict[int, float]
-    """Those that belong to each set of rows, by its number."""
+    """Floating point operations of each row set, by its number."""
 
     @property
     def plan(self) -> Plan:
-        """Which values are computed for which rows."""
+        """The values that are computed for each set of rows."""
         return self.front.plan
 
     @property
     def why_whole(self) -> str:
-        """What reads the rows that are not left out."""
-        return _why_not(self.traced.graph, self.plan.demands)
+        """The reason why rows are computed: the operator that reads them."""
+        return _why_all_rows(self.traced.graph, self.plan.demands)
 
     def needed(self, batch: Batch) -> float:
-        """Floating point operations that a batch needs."""
+        """Returns the floating point operations that a batch needs."""
         if not batch.fits:
             return self.work
         densities = zip(self.plan.sets, batch.densities, strict=True)
@@ -56,38 +58,37 @@ class Proposal:
             self.work_of.get(rows.number, 0.0) * (1 - count / max(whole, 1)) for rows, (count, whole) in densities
         )
 
-    def write(self, arguments: Sequence[Any]) -> Any:
-        """What the smaller graph computes from the inputs, followed by the tables of a batch."""
+    def write(self, arguments: Sequence[Any]) -> list[Any]:
+        """Runs the smaller graph on its inputs, followed by the tables of a batch; a tracer records the graph."""
         inputs = len(self.traced.graph.find_nodes(op="placeholder"))
-        packing = Packing(self.traced, self.front, set(self.unread))
-        return packing.write(arguments[:inputs], arguments[inputs:])
+        writer = PackedGraphWriter(self.traced, self.front, self.unread)
+        return writer.write(arguments[:inputs], arguments[inputs:])
 
 
 def unread_outputs(traced: fx.GraphModule, inputs: Sequence[Any], beside_sums: bool) -> frozenset[int]:
-    """What a training step gives for each token beside its loss, as positions among the outputs of its graph; and
-    where there is no loss, if `beside_sums`, what it gives beside sums of them, such as the embedding of a sentence.
+    """Returns the positions of outputs per token that a training step rarely reads: the logits beside a loss, say.
 
-    None where the graph changes its inputs: if one of these is read after all, the graph runs once more. And none that
-    random numbers are drawn for, since later draws would be others.
+    Without a loss, and with `beside_sums`, these are outputs that a returned embedding of a sentence sums up. Reading
+    one runs the graph again. So a graph that mutates its inputs has none, and none depends on further random numbers.
     """
-    if writes_into_inputs(traced.graph):
+    if mutates_inputs(traced.graph):
         return frozenset()
     mark_gradients(traced.graph, inputs)
     return _per_token(traced.graph, beside_sums)
 
 
 def propose(traced: fx.GraphModule, inputs: Sequence[Any], wishes: Wishes, unread: frozenset[int]) -> Proposal:
-    """A smaller graph for this one, without its unread outputs; `NothingToSkip` says why there is none."""
-    if writes_into_inputs(traced.graph):
+    """Returns a smaller graph without the unread outputs; raises `NothingToSkip` where there is none."""
+    if mutates_inputs(traced.graph):
         raise NothingToSkip("the graph changes one of its inputs in place")
-    write_less(traced.graph)
+    functionalize(traced.graph)
     mark_gradients(traced.graph, inputs)
-    demands = find_demands(traced.graph, set(unread), wishes)
+    demands = analyse_rows(traced.graph, unread, wishes)
     plan = make_plan(demands)
     work_of = _work(plan)
     if not sum(work_of.values()):
-        raise NothingToSkip(_why_not(traced.graph, demands))
-    front = Front(plan, traced)
+        raise NothingToSkip(_why_all_rows(traced.graph, demands))
+    front = RowTableBuilder(plan, traced)
     if not front.is_possible:
         raise NothingToSkip("the labels are computed from what the model computes")
     return Proposal(traced, front, unread, sum(map(flops, traced.graph.nodes)), work_of)
@@ -97,26 +98,26 @@ def _work(plan: Plan) -> dict[int, float]:
     work: dict[int, float] = defaultdict(float)
     for node, rows in plan.set_of.items():
         attention = plan.demands.attentions.get(node)
-        if node.op == "call_function" and (attention is None or attention.can_run_by_sequence):
-            how = plan.demands.passages.get(node)
-            work[rows.number] += sum(map(flops, (node, *(how.within if how else ()))))
+        if node.op == "call_function" and (attention is None or attention.can_run_varlen):
+            step = plan.demands.propagations.get(node)
+            work[rows.number] += sum(map(flops, (node, *(step.inner_nodes if step else ()))))
     return dict(work)
 
 
 def _per_token(graph: fx.Graph, beside_sums: bool) -> frozenset[int]:
-    """Outputs with a place for each token that are not needed for those to be differentiated."""
+    """Returns outputs with a row for each token that neither the loss nor the sums are computed from."""
     outputs = dict(enumerate(returned(graph)))
-    found = {at: item for at, item in outputs.items() if _rank(item) > 2 and not _shows_an_input(item)}
+    found = {at: item for at, item in outputs.items() if _rank(item) > 2 and not is_view_of_input(item)}
     if not any(_rank(item) == 0 and has_gradient(item) for item in outputs.values()):
         sums = [item for item in outputs.values() if _rank(item) in (1, 2) and has_gradient(item)]
-        summed = _behind(sums) if beside_sums else set()
+        summed = _ancestors(sums) if beside_sums else set()
         found = {at: item for at, item in found.items() if item in summed}
-    needed = _behind(item for at, item in outputs.items() if at not in found)
-    return frozenset(at for at, item in found.items() if not any(map(is_random, _behind([item]) - needed)))
+    needed = _ancestors(item for at, item in outputs.items() if at not in found)
+    return frozenset(at for at, item in found.items() if not any(map(is_random, _ancestors([item]) - needed)))
 
 
-def _behind(values: Iterable[Any]) -> set[fx.Node]:
-    """Everything that these values are computed from, and they themselves."""
+def _ancestors(values: Iterable[Argument]) -> set[fx.Node]:
+    """Returns these values and all nodes that they are computed from."""
     pending = [value for value in values if isinstance(value, fx.Node)]
     found: set[fx.Node] = set()
     while pending:
@@ -126,38 +127,31 @@ def _behind(values: Iterable[Any]) -> set[fx.Node]:
     return found
 
 
-def _rank(item: Any) -> int:
-    """The number of dimensions of a floating-point output; -1 for any other."""
+def _rank(item: Argument) -> int:
+    """Returns the number of dimensions of a floating-point output; -1 for any other."""
     value = item.meta.get("val") if isinstance(item, fx.Node) else None
     return value.ndim if isinstance(value, Tensor) and value.is_floating_point() else -1
 
 
-def _shows_an_input(node: fx.Node) -> bool:
-    while node.op == "call_function" and is_view(node):
-        node = node.all_input_nodes[0]
-    return node.op != "call_function"
-
-
-def _why_not(graph: fx.Graph, demands: Demands) -> str:
-    """What reads the rows that could have been left out: the reader behind most of the work."""
+def _why_all_rows(graph: fx.Graph, demands: Demands) -> str:
+    """Returns the reader of all rows that causes most of the work."""
     work: dict[str, float] = defaultdict(float)
     for node in graph.nodes:
-        demand = demands.of.get(node)
-        if node.op == "call_function" and isinstance(demand, Everything):
-            work[demand.reader] += flops(node)
-    worked = {reader: amount for reader, amount in work.items() if amount}
-    if not worked:
+        rows = demands.of.get(node)
+        if node.op == "call_function" and isinstance(rows, AllRows):
+            work[rows.reader] += flops(node)
+    if not any(work.values()):
         return "no matrix product is large enough to matter"
-    return f"every row is read, by {max(worked, key=worked.__getitem__)}"
+    return f"every row is read, by {max(work, key=work.__getitem__)}"
 
 
 def kinds_of(plan: Plan) -> dict[str, list[RowSet]]:
-    """The sets of rows by the feature that leaves rows out of them."""
+    """Returns the row sets by the feature that makes them small."""
     kinds: dict[str, list[RowSet]] = {"density.labels": [], "density.padding": [], "compute.upstream": []}
     for rows in plan.sets:
-        if rows.is_core or has_keys(rows.atoms) or any(isinstance(atom, Marked) for atom in rows.atoms):
+        if rows.is_attended or has_attended_keys(rows.atoms) or any(isinstance(atom, Unmasked) for atom in rows.atoms):
             kinds["density.padding"].append(rows)
-        elif any(map(has_labels, rows.atoms)):
+        elif any(isinstance(innermost(atom), ValidLabel) for atom in rows.atoms):
             kinds["density.labels"].append(rows)
         else:
             kinds["compute.upstream"].append(rows)

@@ -1,35 +1,34 @@
-"""What is read of every value of a forward graph, found from its outputs backward."""
+"""Walks a forward graph backward and finds which rows of each value are read."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, fx
 
 from ort_accel.graph.nodes import CHECKS, is_part, is_view, op_name, returned, user_line, writes
 from ort_accel.graph.requires_grad import has_gradient
 from ort_accel.graph.symbolic_sizes import expression
-from ort_accel.row_skipping.attention_padding import Attention, attention_in
-from ort_accel.row_skipping.ignored_labels import Loss, loss_in
-from ort_accel.row_skipping.input_roles import known_in_front
-from ort_accel.row_skipping.masked_pooling import masked
-from ort_accel.row_skipping.moe import experts
-from ort_accel.row_skipping.mutation import written
-from ort_accel.row_skipping.operator_rules import passage
-from ort_accel.row_skipping.row_flow import Passage, value_of
-from ort_accel.row_skipping.row_sets import Demand, Everything, Some, has_keys, join
-from ort_accel.row_skipping.selections import chosen, sliced
-from ort_accel.row_skipping.unfused_attention import written_out
+from ort_accel.row_skipping.attention_match import Attention, match_fused_attention
+from ort_accel.row_skipping.ignored_labels import Loss, match_loss
+from ort_accel.row_skipping.input_graph import input_only_nodes
+from ort_accel.row_skipping.masked_pooling import match_masked_tokens
+from ort_accel.row_skipping.moe import match_moe
+from ort_accel.row_skipping.mutation import mutated_nodes
+from ort_accel.row_skipping.operator_rules import propagate
+from ort_accel.row_skipping.row_flow import Propagation, tensor_input, value_of
+from ort_accel.row_skipping.row_sets import AllRows, Extent, ReadRows, SomeRows, has_attended_keys, union
+from ort_accel.row_skipping.selections import match_selection, match_slice
+from ort_accel.row_skipping.unfused_attention import match_unfused_attention
 
 RESULT = "the model's result"
-"""What reads an output of the graph."""
+"""The reader of the graph's outputs."""
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """Which reasons for leaving rows out count."""
+    """The features that may leave rows out."""
 
     labels: bool = True
     padding: bool = True
@@ -38,148 +37,144 @@ class Wishes:
 
 @dataclass
 class Demands:
-    """What is read of each value; a node that is not in `of` is not read at all."""
+    """The rows that are read of each value; a node that is not in `of` is not read at all."""
 
-    of: dict[fx.Node, Demand] = field(default_factory=dict)
-    passages: dict[fx.Node, Passage] = field(default_factory=dict)
+    of: dict[fx.Node, ReadRows] = field(default_factory=dict)
+    propagations: dict[fx.Node, Propagation] = field(default_factory=dict)
     losses: dict[fx.Node, Loss] = field(default_factory=dict)
     attentions: dict[fx.Node, Attention] = field(default_factory=dict)
-    """Those of which only some queries are needed."""
+    """Attention of which only some queries are needed."""
 
-    def rows(self, node: fx.Node) -> Some | None:
-        """The rows of a value, where not all are read."""
+    def rows(self, node: fx.Node) -> SomeRows | None:
+        """Returns the rows that are read of a value; None if all are, or none."""
         found = self.of.get(node)
-        return found if isinstance(found, Some) else None
+        return found if isinstance(found, SomeRows) else None
 
 
-def find_demands(graph: fx.Graph, unread: set[int], wishes: Wishes) -> Demands:
-    """Go through a graph backward. `unread` are positions of outputs that nobody reads."""
-    return _Search(graph, unread, wishes).run()
+def analyse_rows(graph: fx.Graph, unread: frozenset[int], wishes: Wishes) -> Demands:
+    """Returns which rows of each value are read, where the outputs at the positions `unread` are not."""
+    return _Analysis(graph, unread, wishes).run()
 
 
-class _Search:
-    def __init__(self, graph: fx.Graph, unread: set[int], wishes: Wishes) -> None:
+class _Analysis:
+    def __init__(self, graph: fx.Graph, unread: frozenset[int], wishes: Wishes) -> None:
         self._graph, self._unread, self._wishes = graph, unread, wishes
         self._found = Demands()
-        self._read: dict[fx.Node, list[Demand]] = defaultdict(list)
-        self._frozen = written(graph)
-        self._known = {node for node in known_in_front(graph) if not has_gradient(node)}
-        self._said: set[tuple[fx.Node, fx.Node]] = set()
-        """Readers of values of which was said where attention ends what is read."""
+        self._reads: dict[fx.Node, list[ReadRows]] = defaultdict(list)
+        self._mutated = mutated_nodes(graph)
+        self._input_only = {node for node in input_only_nodes(graph) if not has_gradient(node)}
+        self._covered_reads: set[tuple[fx.Node, fx.Node]] = set()
+        """Pairs of reader and value inside an attention, whose reads the attention has recorded."""
 
     def run(self) -> Demands:
         for position, item in enumerate(returned(self._graph)):
             if isinstance(item, fx.Node) and position not in self._unread:
-                self._read[item].append(Everything(RESULT))
+                self._reads[item].append(AllRows(RESULT))
         for node in reversed(self._graph.nodes):
             if node.op == "output":
                 continue
-            if node.op == "call_function" and is_lasting(node):
-                self._read[node].append(Everything(op_name(node)))
-            if self._read[node]:
+            if node.op == "call_function" and has_side_effects(node):
+                self._reads[node].append(AllRows(op_name(node)))
+            if self._reads[node]:
                 self._visit(node)
         return self._found
 
     def _visit(self, node: fx.Node) -> None:
-        whole = Everything("a tensor that is changed in place")
-        demand = whole if node in self._frozen else join(self._read[node], _shape(node))
-        self._found.of[node] = demand
+        whole = AllRows("a tensor that is changed in place")
+        rows = whole if node in self._mutated else union(self._reads[node], _shape(node))
+        self._found.of[node] = rows
         if node.op != "call_function":
             return
-        if isinstance(demand, Some):
-            self._some(node, demand)
+        if isinstance(rows, SomeRows):
+            self._visit_some_rows(node, rows)
         else:
-            self._everything(node, demand)
+            self._visit_all_rows(node, rows)
 
-    def _some(self, node: fx.Node, demand: Some) -> None:
+    def _visit_some_rows(self, node: fx.Node, rows: SomeRows) -> None:
         if is_part(node):
-            self._read[node.args[0]].append(demand)
+            self._reads[tensor_input(node)].append(rows)
             return
-        attention = attention_in(node) or written_out(node)
-        if attention and attention.demand(demand):
-            self._attend(attention, demand)
+        attention = match_fused_attention(node) or match_unfused_attention(node)
+        if attention and (queries := attention.query_rows(rows)):
+            self._visit_attention(attention, queries)
             return
-        step = sliced(node, demand) if self._wishes.upstream or self._wishes.labels else None
-        if step and isinstance(step[1], Some):
-            self._read[node.args[0]].append(step[1])
+        sliced = match_slice(node, rows) if self._wishes.upstream or self._wishes.labels else None
+        if isinstance(sliced, SomeRows):
+            self._reads[tensor_input(node)].append(sliced)
             return
-        how = experts(node, demand.dims, passage) or passage(node, demand.dims)
-        if how is None:
-            self._found.of[node] = stop = Everything(f"{op_name(node)}{place_of(node)}")
-            self._everything(node, stop)
+        step = match_moe(node, rows.dims, propagate) or propagate(node, rows.dims)
+        if step is None:
+            self._found.of[node] = stop = AllRows(f"{op_name(node)}{source_line(node)}")
+            self._visit_all_rows(node, stop)
             return
-        self._found.passages[node] = how
-        for given in {**dict.fromkeys(node.all_input_nodes), **how.needs, **dict.fromkeys(how.reads)}:
-            if given in how.unread:
-                continue
-            needed = how.needs.get(given)
-            self._read[given].append(Some(needed, demand.atoms) if needed else Everything(op_name(node)))
+        self._found.propagations[node] = step
+        for operand in {**dict.fromkeys(node.all_input_nodes), **step.row_dims, **dict.fromkeys(step.read_in_full)}:
+            if operand not in step.unread:
+                dims = step.row_dims.get(operand)
+                self._reads[operand].append(SomeRows(dims, rows.atoms) if dims else AllRows(op_name(node)))
 
-    def _attend(self, attention: Attention, demand: Demand) -> None:
-        queries = attention.demand(demand)
-        assert queries is not None
+    def _visit_attention(self, attention: Attention, queries: SomeRows) -> None:
         self._found.of[attention.node] = queries
         self._found.attentions[attention.node] = attention
-        for given, rows in attention.reads(queries):
-            is_asked = self._wishes.padding or not has_keys(rows.atoms)
-            self._read[given].append(rows if is_asked else Everything("attention, as density.padding is off"))
+        for operand, rows in attention.operand_rows(queries):
+            may_skip = self._wishes.padding or not has_attended_keys(rows.atoms)
+            self._reads[operand].append(rows if may_skip else AllRows("attention, as density.padding is off"))
         if attention.operands:
-            self._said |= {(item.reader, item.node) for item in attention.operands}
-            inner: Any = attention.node.args[0]
-            self._read[inner].append(Everything("attention"))
+            self._covered_reads |= {(item.reader, item.node) for item in attention.operands}
+            self._reads[tensor_input(attention.node)].append(AllRows("attention"))
         if attention.mask is not None:
-            self._read[attention.mask].append(Everything("the mask of attention"))
+            self._reads[attention.mask].append(AllRows("the mask of attention"))
 
-    def _everything(self, node: fx.Node, demand: Demand) -> None:
-        assert isinstance(demand, Everything)
-        loss = loss_in(node) if self._wishes.labels else None
+    def _visit_all_rows(self, node: fx.Node, rows: AllRows) -> None:
+        loss = match_loss(node) if self._wishes.labels else None
         if loss:
             self._found.losses[node] = loss
-            self._read[loss.scores].append(loss.demand)
-        part = self._part(node)
-        for given in node.all_input_nodes:
-            if (node, given) in self._said:
+            self._reads[loss.scores].append(loss.score_rows)
+        selected = self._match_selected_tokens(node)
+        for operand in node.all_input_nodes:
+            if (node, operand) in self._covered_reads:
                 continue
-            if part and given is part[0]:
-                self._read[given].append(part[1])
-            elif loss is None or given is not loss.scores:
-                known = demand.reader != RESULT and not _brings_tokens_together(node, given)
-                self._read[given].append(Everything(demand.reader if known else f"{op_name(node)}{place_of(node)}"))
+            if selected and operand is selected[0]:
+                self._reads[operand].append(selected[1])
+            elif loss is None or operand is not loss.scores:
+                keeps_reader = rows.reader != RESULT and not _reduces_tokens(node, operand)
+                reader = rows.reader if keeps_reader else f"{op_name(node)}{source_line(node)}"
+                self._reads[operand].append(AllRows(reader))
 
-    def _part(self, node: fx.Node) -> tuple[fx.Node, Some] | None:
-        """An input of which only some tokens are read, though all of the result is."""
-        if node in self._frozen:
+    def _match_selected_tokens(self, node: fx.Node) -> tuple[fx.Node, SomeRows] | None:
+        """Returns an input of which some tokens are read, although all of the result is."""
+        if node in self._mutated:
             return None
-        choice = chosen(node, self._known) if self._wishes.upstream else None
-        return choice or (masked(node, self._known) if self._wishes.padding else None)
+        selection = match_selection(node, self._input_only) if self._wishes.upstream else None
+        return selection or (match_masked_tokens(node, self._input_only) if self._wishes.padding else None)
 
 
-def _brings_tokens_together(node: fx.Node, given: fx.Node) -> bool:
-    """Whether a node makes a value without tokens of one with tokens: then it is what reads them all."""
-    before, after = _shape(given), _shape(node)
+def _reduces_tokens(node: fx.Node, operand: fx.Node) -> bool:
+    """True if a node computes a value without tokens from one with tokens."""
+    before, after = _shape(operand), _shape(node)
     return len(after) < 3 <= len(before) and before[:2] != after[:2] and not is_view(node)
 
 
-def _shape(node: fx.Node) -> tuple[Any, ...]:
+def _shape(node: fx.Node) -> tuple[Extent, ...]:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) and not (isinstance(value, tuple | list) and value):
         return ()
     return tuple(expression(size) for size in value_of(node).shape)
 
 
-def is_lasting(node: fx.Node) -> bool:
-    """Whether a node has an effect beyond its result, other than drawing random numbers."""
+def has_side_effects(node: fx.Node) -> bool:
+    """True if a node has an effect beyond its result, other than drawing random numbers."""
     if node.target in CHECKS:
         return True
     return not is_part(node) and writes(node) and getattr(node.target, "__module__", "") not in {"_operator", "math"}
 
 
-def writes_into_inputs(graph: fx.Graph) -> bool:
-    """Whether a graph changes one of its inputs."""
-    return any(node.op == "placeholder" for node in written(graph))
+def mutates_inputs(graph: fx.Graph) -> bool:
+    """True if a graph mutates one of its inputs."""
+    return any(node.op == "placeholder" for node in mutated_nodes(graph))
 
 
-def place_of(node: fx.Node) -> str:
-    """The user's line that made a node, as the end of a sentence."""
+def source_line(node: fx.Node) -> str:
+    """Returns the user's line that made a node, in parentheses."""
     line = user_line(node)
     return f" ({line})" if line else ""

@@ -1,4 +1,4 @@
-"""The few sets of rows that a smaller graph works on."""
+"""Turns the analysis into a few numbered row sets, and gives each value its set."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from math import prod
 from torch import fx
 
 from ort_accel.graph.symbolic_sizes import expression
-from ort_accel.row_skipping.attention_padding import Attention
+from ort_accel.row_skipping.attention_match import Attention
 from ort_accel.row_skipping.row_demand import Demands
 from ort_accel.row_skipping.row_flow import value_of
-from ort_accel.row_skipping.row_sets import Atom, Extent, Keys, Labelled, Lifted, Shifted, has_keys
+from ort_accel.row_skipping.row_sets import Atom, AttendedKeys, Extent, has_attended_keys
 
 
 @dataclass(frozen=True)
@@ -22,79 +22,63 @@ class RowSet:
 
     number: int
     atoms: frozenset[Atom]
-    is_core: bool
-    """Whether it holds all that attention reaches from it, over all layers."""
+    is_attended: bool
+    """True if the set holds all keys that attention reaches from it, over all layers."""
     count: Extent
-    """How many rows there are in all."""
+    """The number of rows in the unpacked value."""
 
 
 @dataclass
 class Plan:
-    """Which values are computed for which set of rows."""
+    """Tells which values are computed for which set of rows."""
 
     demands: Demands
     sets: list[RowSet] = field(default_factory=list)
     set_of: dict[fx.Node, RowSet] = field(default_factory=dict)
     runs: list[tuple[Attention, RowSet, RowSet]] = field(default_factory=list)
-    """Attention that runs sequence by sequence, with the sets of its queries and keys; equal ones are one."""
+    """Attention that runs as varlen attention, with the row sets of its queries and keys."""
 
     @cached_property
-    def reads_labels(self) -> bool:
-        """Whether ignored labels are left out."""
-        return bool(self.demands.losses)
-
-    @cached_property
-    def cores(self) -> list[RowSet]:
+    def attended_sets(self) -> list[RowSet]:
         """The sets that attention reaches."""
-        return [item for item in self.sets if item.is_core]
+        return [item for item in self.sets if item.is_attended]
 
-    def core_of(self, attention: Attention) -> RowSet | None:
-        """The set that the keys of an attention are in; None where all keys are read."""
-        return next((item for item in self.cores if Keys(attention.node) in item.atoms), None)
+    def key_set(self, attention: Attention) -> RowSet | None:
+        """Returns the set of an attention's keys; None where all keys are read."""
+        return next((item for item in self.attended_sets if AttendedKeys(attention.node) in item.atoms), None)
 
 
 def make_plan(demands: Demands) -> Plan:
-    """Give each value its set. All that attention reaches, over all layers, is one set."""
+    """Returns a plan in which all rows that attention reaches, over all layers, are one set."""
     plan = Plan(demands)
-    groups = _Groups(some.atoms for node in demands.of if (some := demands.rows(node)) and has_keys(some.atoms))
+    by_node = {node: rows for node in demands.of if (rows := demands.rows(node))}
+    groups = _Groups(rows.atoms for rows in by_node.values() if has_attended_keys(rows.atoms))
     known: dict[tuple[frozenset[Atom], bool, Extent], RowSet] = {}
-    for node in demands.of:
-        some = demands.rows(node)
-        if some is None:
-            continue
-        is_core = has_keys(some.atoms)
-        atoms = groups.of(some.atoms) if is_core else some.atoms
-        count = expression(prod(value_of(node).shape[dim] for dim in some.dims))
-        key = atoms, is_core, count
+    for node, rows in by_node.items():
+        is_attended = has_attended_keys(rows.atoms)
+        atoms = groups.group_of(rows.atoms) if is_attended else rows.atoms
+        count = expression(prod(value_of(node).shape[dim] for dim in rows.dims))
+        key = atoms, is_attended, count
         if key not in known:
-            known[key] = RowSet(len(plan.sets), atoms, is_core, count)
+            known[key] = RowSet(len(plan.sets), atoms, is_attended, count)
             plan.sets.append(known[key])
         plan.set_of[node] = known[key]
-    _plan_runs(plan)
+    for node, attention in demands.attentions.items():
+        keys = plan.key_set(attention)
+        if keys and attention.can_run_varlen:
+            plan.runs.append((attention, plan.set_of[node], keys))
     return plan
 
 
-def _plan_runs(plan: Plan) -> None:
-    for node, attention in plan.demands.attentions.items():
-        keys = plan.core_of(attention)
-        if keys and attention.can_run_by_sequence:
-            plan.runs.append((attention, plan.set_of[node], keys))
-
-
 class _Groups:
-    """Joins sets of atoms that have an atom in common."""
+    """Merges sets of atoms that have an atom in common."""
 
     def __init__(self, sets: Iterable[frozenset[Atom]]) -> None:
         self._groups: list[frozenset[Atom]] = []
         for atoms in sets:
-            meets = [group for group in self._groups if group & atoms]
+            overlapping = [group for group in self._groups if group & atoms]
             self._groups = [group for group in self._groups if not group & atoms]
-            self._groups.append(atoms.union(*meets))
+            self._groups.append(atoms.union(*overlapping))
 
-    def of(self, atoms: frozenset[Atom]) -> frozenset[Atom]:
+    def group_of(self, atoms: frozenset[Atom]) -> frozenset[Atom]:
         return next(group for group in self._groups if group & atoms)
-
-
-def has_labels(atom: Atom) -> bool:
-    """Whether labels decide on an atom."""
-    return isinstance(atom, Labelled) or (isinstance(atom, Shifted | Lifted) and has_labels(atom.inner))

@@ -1,7 +1,7 @@
-"""Which rows of a value are read: sets of rows, named by where they come from.
+"""Defines sets of rows symbolically: which rows of a value are read.
 
 The rows of a value lie along some of its dimensions, mostly batch and length, in row-major order. A set of rows is a
-union of atoms, each of which can be computed for every batch in front of the graph.
+union of atoms. `batch_row_tables` computes each atom for every batch before the graph runs.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ Extent: TypeAlias = int | sympy.Expr
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """The rows whose label is not to be ignored."""
+class ValidLabel:
+    """The rows whose label is not `ignore_index`."""
 
     target: fx.Node
     ignore_index: int
 
 
 @dataclass(frozen=True)
-class Place:
-    """One place of a dimension."""
+class FixedPosition:
+    """One position of a dimension."""
 
     index: int
     size: Extent
 
 
 @dataclass(frozen=True)
-class Listed:
-    """One place of each sequence, as a tensor lists them."""
+class IndexedPosition:
+    """One position of each sequence, given by an index tensor."""
 
     index: fx.Node
     batch: Extent
@@ -43,96 +43,103 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class Marked:
-    """The tokens for which not all that a tensor says is `hides`."""
+class Unmasked:
+    """The tokens that a mask does not hide; a token is hidden where all of its mask is `masked_value`."""
 
-    mark: fx.Node
-    hides: bool
+    mask: fx.Node
+    masked_value: bool
 
 
 @dataclass(frozen=True)
-class Keys:
-    """The rows that the queries of an attention look at."""
+class AttendedKeys:
+    """The keys that the needed queries of an attention attend to."""
 
     attention: fx.Node
 
 
 @dataclass(frozen=True)
-class Shifted:
-    """A set over a slice of a dimension, seen from the whole."""
+class FromSlice:
+    """A set over a slice of a dimension, as rows of the sliced tensor."""
 
     inner: Atom
     axis: int
     start: Extent
-    small: tuple[Extent, ...]
-    large: tuple[Extent, ...]
+    slice_sizes: tuple[Extent, ...]
+    full_sizes: tuple[Extent, ...]
 
 
 @dataclass(frozen=True)
-class Lifted:
-    """A set over some of the axes, for every place of the others."""
+class Broadcast:
+    """A set over some of the axes, repeated along the others."""
 
     inner: Atom
     axes: tuple[int, ...]
     sizes: tuple[Extent, ...]
 
 
-Atom = Labelled | Place | Listed | Marked | Keys | Shifted | Lifted
+Atom = ValidLabel | FixedPosition | IndexedPosition | Unmasked | AttendedKeys | FromSlice | Broadcast
 
 
 @dataclass(frozen=True)
-class Everything:
-    """All rows are read, and by what."""
+class AllRows:
+    """All rows are read; `reader` names the operator that does."""
 
     reader: str
 
 
 @dataclass(frozen=True)
-class Some:
-    """Some rows are read: those of the atoms, along these dimensions of the value."""
+class SomeRows:
+    """The rows of the atoms are read, along these dimensions of the value."""
 
     dims: tuple[int, ...]
     atoms: frozenset[Atom]
 
 
-Demand = Everything | Some
+ReadRows = AllRows | SomeRows
 
 
-def has_keys(atoms: Iterable[Atom]) -> bool:
-    """Whether a set depends on what attention looks at."""
-    return any(isinstance(atom, Keys) for atom in atoms)
+def has_attended_keys(atoms: Iterable[Atom]) -> bool:
+    """True if a set depends on which keys attention attends to."""
+    return any(isinstance(atom, AttendedKeys) for atom in atoms)
 
 
-def lift(demand: Some, dims: tuple[int, ...], sizes: tuple[Extent, ...]) -> Demand:
-    """The same rows along more dimensions of the value, which are of these sizes."""
-    if demand.dims == dims:
-        return demand
-    if has_keys(demand.atoms):
-        return Everything("rows of attention that meet others along another dimension")
-    axes = tuple(dims.index(dim) for dim in demand.dims)
-    return Some(dims, frozenset(Lifted(atom, axes, sizes) for atom in demand.atoms))
+def innermost(atom: Atom) -> Atom:
+    """Returns an atom without slices and broadcasts around it."""
+    return innermost(atom.inner) if isinstance(atom, FromSlice | Broadcast) else atom
 
 
-def shift(demand: Some, axis: int, start: Extent, small: tuple[Extent, ...], large: tuple[Extent, ...]) -> Demand:
-    """Rows of a slice, as rows of what it is taken from."""
-    if has_keys(demand.atoms):
-        return Everything("attention to a slice of the tokens")
-    return Some(demand.dims, frozenset(Shifted(atom, axis, start, small, large) for atom in demand.atoms))
+def broadcast(rows: SomeRows, dims: tuple[int, ...], sizes: tuple[Extent, ...]) -> ReadRows:
+    """Returns the same rows along more dimensions of the value, which have these sizes."""
+    if rows.dims == dims:
+        return rows
+    if has_attended_keys(rows.atoms):
+        return AllRows("rows of attention that meet others along another dimension")
+    axes = tuple(dims.index(dim) for dim in rows.dims)
+    return SomeRows(dims, frozenset(Broadcast(atom, axes, sizes) for atom in rows.atoms))
 
 
-def join(demands: Iterable[Demand], shape: tuple[Extent, ...]) -> Demand:
-    """What is read of a value by all of its readers together."""
-    return reduce(lambda one, other: _join_two(one, other, shape), demands)
+def unslice(
+    rows: SomeRows, axis: int, start: Extent, slice_sizes: tuple[Extent, ...], full_sizes: tuple[Extent, ...]
+) -> ReadRows:
+    """Returns rows of a slice as rows of the sliced tensor."""
+    if has_attended_keys(rows.atoms):
+        return AllRows("attention to a slice of the tokens")
+    return SomeRows(rows.dims, frozenset(FromSlice(atom, axis, start, slice_sizes, full_sizes) for atom in rows.atoms))
 
 
-def _join_two(one: Demand, other: Demand, shape: tuple[Extent, ...]) -> Demand:
-    if isinstance(one, Everything):
+def union(reads: Iterable[ReadRows], shape: tuple[Extent, ...]) -> ReadRows:
+    """Returns the rows that several readers of a value read together."""
+    return reduce(lambda one, other: _union_of_two(one, other, shape), reads)
+
+
+def _union_of_two(one: ReadRows, other: ReadRows, shape: tuple[Extent, ...]) -> ReadRows:
+    if isinstance(one, AllRows):
         return one
-    if isinstance(other, Everything):
+    if isinstance(other, AllRows):
         return other
     dims = tuple(sorted({*one.dims, *other.dims}))
     sizes = tuple(shape[dim] for dim in dims)
-    first, second = lift(one, dims, sizes), lift(other, dims, sizes)
-    if isinstance(first, Everything) or isinstance(second, Everything):
-        return first if isinstance(first, Everything) else second
-    return Some(dims, first.atoms | second.atoms)
+    first, second = broadcast(one, dims, sizes), broadcast(other, dims, sizes)
+    if isinstance(first, AllRows) or isinstance(second, AllRows):
+        return first if isinstance(first, AllRows) else second
+    return SomeRows(dims, first.atoms | second.atoms)

@@ -1,321 +1,332 @@
-"""Attention that a model writes out: products of queries and keys, a mask, a softmax, and a product with the values.
+"""Matches unfused attention: a product of queries and keys, masks, a softmax, and a product with the values.
 
-Models do so where they are told to (`attn_implementation="eager"`), where they do more to the scores than a fused
-kernel knows, and where they are older than it. Scores and weights are computed as the model says, for all pairs. But a
-key that the mask hides has a weight of exactly zero, so that what leads to hidden keys and to queries that do not count
-need not be computed. Beside the scores of the keys there may be one of none, a "sink", as in GPT-OSS.
+Models compute attention so with `attn_implementation="eager"`, or where they change scores as no fused kernel does.
+Scores and weights are still computed for all pairs. A masked key has a weight of exactly zero, so that masked keys and
+unread queries need not be computed.
 
-Each score may be made of several parts, of which some are made from the query alone, and some from the key: products
-with embeddings of their distance, say. Batch and heads may be one dimension from the products on.
+Scores may be sums of parts, each made from queries, keys, or both (distance embeddings, say). A sink, a score that
+belongs to no key, may stand beside the scores (GPT-OSS). Batch and heads may be one dimension from the products on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
-from ort_accel.graph.nodes import is_part, is_view, order_of
+from ort_accel.graph.nodes import is_part, order_of
 from ort_accel.graph.symbolic_sizes import known_equal, same_shape
-from ort_accel.row_skipping.attention_padding import Attention, Hiding, Operand
-from ort_accel.row_skipping.layout_rules import groups
-from ort_accel.row_skipping.row_flow import held_in_full, rank_of, shape_of, value_of
+from ort_accel.row_skipping.attention_match import Attention, Operand, ScoreMask
+from ort_accel.row_skipping.input_graph import is_view_of_input
+from ort_accel.row_skipping.layout_rules import view_groups
+from ort_accel.row_skipping.row_flow import matching_dims, rank_of, shape_of, slice_arguments, tensor_input, value_of
 
 aten = torch.ops.aten
 
-KEEPS_HIDDEN = {"to", "contiguous", "clone"}
-"""Of what is done to scores, what leaves a hidden one hidden."""
+KEEPS_MASKED = {"to", "contiguous", "clone"}
+"""Operators on scores that leave a masked score masked."""
 
-OTHER_FORM = {"view", "reshape", "unsafe_view"}
-HIDES = {"add", "masked_fill", "where"}
+RESHAPES = {"view", "reshape", "unsafe_view"}
+MASKS = {"add", "masked_fill", "where"}
 
-ON_SCORES = KEEPS_HIDDEN | HIDES | {"sub", "mul", "div", "tanh"}
-"""What makes each score of those that stand in its place, with a gradient even where these are zero."""
+ON_SCORES = KEEPS_MASKED | MASKS | {"sub", "mul", "div", "tanh"}
+"""Element-wise operators on scores whose gradients are finite even for zeros."""
 
-ON_WEIGHTS = KEEPS_HIDDEN | OTHER_FORM | {"mul", "div", "dropout", "type_as"}
-"""Of what is done to weights, what leaves a zero zero."""
+ON_WEIGHTS = KEEPS_MASKED | RESHAPES | {"mul", "div", "dropout", "type_as"}
+"""Operators on weights that leave a zero zero."""
 
 LARGEST = {aten.max.dim, aten.amax.default}
 
 PRODUCTS = {aten.matmul.default, aten.bmm.default}
 
 
-class _Places(NamedTuple):
-    """Along which dimensions of a value the queries and the keys lie."""
+class _Axes(NamedTuple):
+    """The dimensions of a value along which queries and keys lie."""
 
     query: int | None
     key: int | None
 
 
-class _Step(NamedTuple):
-    """That an operator reads a value as one with queries or keys."""
+class _Read(NamedTuple):
+    """A read of an inner value, which has queries or keys along these axes."""
 
     reader: fx.Node
     node: fx.Node
-    places: _Places
+    axes: _Axes
 
 
-class _Found(NamedTuple):
-    """What a value is made from, if it has queries or keys."""
+class _Trace(NamedTuple):
+    """The operands that a value is computed from, and the reads in between."""
 
     operands: frozenset[Operand]
-    steps: frozenset[_Step]
+    reads: frozenset[_Read]
 
 
-def written_out(node: fx.Node) -> Attention | None:
-    """The attention whose result this is, if it is one's, on [batch, heads, length, width]."""
+class _Softmax(NamedTuple):
+    """A softmax over keys."""
+
+    node: fx.Node
+    scores: fx.Node
+    reader: fx.Node
+    """The node that reads the scores: the softmax, or the concatenation with a sink."""
+
+
+def match_unfused_attention(node: fx.Node) -> Attention | None:
+    """Returns the attention that a node is the result of, on [batch, heads, length, width]."""
     product = _product_of(node)
-    behind = _softmax_behind(product) if product else None
-    if product is None or behind is None:
+    softmax = _find_softmax(product) if product else None
+    if product is None or softmax is None:
         return None
-    softmax, given, end = behind
-    rank = rank_of(softmax)
-    scores = _trace(given, end, _Places(rank - 2, rank - 1))
-    values = _trace(product.args[1], product, _Places(None, rank_of(product) - 2))
+    rank = rank_of(softmax.node)
+    scores = _trace(softmax.scores, softmax.reader, _Axes(rank - 2, rank - 1))
+    values = _trace(product.args[1], product, _Axes(None, rank_of(product) - 2))
     if scores is None or values is None or len(values.operands) > 1:
         return None
     (value,) = values.operands
     operands = [*sorted(scores.operands, key=lambda item: item.node.name), value]
     queries = [item for item in operands if item.is_query and item.dims == (0, 2)]
     keys = [item for item in operands[:-1] if not item.is_query]
-    if not queries or not keys or not _fit(queries[0], value, operands):
+    if not queries or not keys or not _are_consistent(queries[0], value, operands):
         return None
-    if not _is_read_inside(scores, end) or not _is_read_inside(values, product):
+    if not _is_enclosed(scores, softmax.reader) or not _is_enclosed(values, product):
         return None
-    if any(not _has_heads_of(item, queries[0].node) for item in (node, softmax, *(step.node for step in scores.steps))):
+    inner = (node, softmax.node, *(read.node for read in scores.reads))
+    if any(not _has_heads_of(item, queries[0].node) for item in inner):
         return None
-    hides = tuple(_hiding(given, scores))
+    masks = tuple(_score_masks(softmax.scores, scores))
     parts = queries[0].node, keys[0].node, value.node
-    return Attention(node, *parts, None, 0.0, False, None, tuple(operands), hides)
+    return Attention(node, *parts, None, 0.0, False, None, tuple(operands), masks)
 
 
 def _product_of(node: fx.Node) -> fx.Node | None:
-    """The product that makes a value of [batch, heads, length, width], maybe with the first two as one."""
+    """Returns the product behind a value of [batch, heads, length, width]; its first two dimensions may be one."""
     if _is_product(node, 4):
         return node
-    given: Any = node.args[0] if _name(node) in OTHER_FORM else None
-    is_one = isinstance(given, fx.Node) and _is_product(given, 3) and set(given.users) == {node}
-    return given if is_one and rank_of(node) == 4 and _moved(node, (1, 2)) == (2, 3) else None
+    product = node.args[0] if _name(node) in RESHAPES else None
+    if not isinstance(product, fx.Node) or not _is_product(product, 3) or set(product.users) != {node}:
+        return None
+    return product if rank_of(node) == 4 and _dims_after_view(node, (1, 2)) == (2, 3) else None
 
 
 def _is_product(node: fx.Node, rank: int) -> bool:
     return node.target in PRODUCTS and all(rank_of(item) == rank for item in node.all_input_nodes)
 
 
-class _Behind(NamedTuple):
-    """What gives weights."""
-
-    softmax: fx.Node
-    scores: Any
-    end: fx.Node
-    """What reads the scores."""
-
-
-def _softmax_behind(product: fx.Node) -> _Behind | None:
-    """The softmax over keys that gives the weights of a product, through operators that keep each where it is."""
+def _find_softmax(product: fx.Node) -> _Softmax | None:
+    """Returns the softmax over keys that computes a product's weights, through operators that keep zeros zero."""
     reader, current = product, product.args[0]
-    kept: fx.Node | None = None
+    without_sink: fx.Node | None = None
     while isinstance(current, fx.Node) and set(current.users) == {reader}:
         rank = rank_of(current)
         name = _name(current)
         if name == "softmax" and current.args[1] in (-1, rank - 1):
-            return _beside_a_sink(current, kept) if kept is not None else _Behind(current, current.args[0], current)
-        if name == "slice" and kept is None and _is_first_part(current):
-            reader = kept = current
+            if without_sink is not None:
+                return _softmax_with_sink(current, without_sink)
+            return _Softmax(current, tensor_input(current), current)
+        if name == "slice" and without_sink is None and _takes_first_columns(current):
+            reader = without_sink = current
             current = current.args[0]
             continue
         if name not in ON_WEIGHTS:
             return None
-        at = _whole_operand(current) if name not in OTHER_FORM else 0
-        if name in OTHER_FORM:
-            before = rank_of(current.args[0])
-            if _moved(current, (before - 2, before - 1)) != (rank - 2, rank - 1):
-                return None
-        elif at is None or (name == "div" and at == 1):
+        position = 0 if name in RESHAPES else _full_operand(current)
+        if position is None or (name == "div" and position == 1):
             return None
-        reader, current = current, current.args[at or 0]
+        before = rank_of(tensor_input(current)) if name in RESHAPES else 0
+        if before and _dims_after_view(current, (before - 2, before - 1)) != (rank - 2, rank - 1):
+            return None
+        reader, current = current, current.args[position]
     return None
 
 
-def _is_first_part(node: fx.Node) -> bool:
-    """Whether a slice takes the first ones along the last dimension."""
-    given: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
-    dim, start, _, step = given
-    return dim in (-1, rank_of(node) - 1) and start in (0, None) and step == 1
+def _takes_first_columns(node: fx.Node) -> bool:
+    """True if a slice begins at the start of the last dimension."""
+    dim, start, _, step = slice_arguments(node)
+    return (dim, start, step) == (rank_of(node) - 1, 0, 1)
 
 
-def _beside_a_sink(softmax: fx.Node, kept: fx.Node) -> _Behind | None:
-    """The scores that have a learned one beside them, which no key has: it takes weight, and is dropped with it.
+def _softmax_with_sink(softmax: fx.Node, without_sink: fx.Node) -> _Softmax | None:
+    """Matches a softmax over scores and a learned sink, whose weight is sliced off afterwards.
 
-    The largest of each row may be subtracted before, for the sake of what a type can hold.
+    The largest score of each row may be subtracted first, for numeric range.
     """
-    joined: Any = softmax.args[0]
-    inside = {softmax}
-    if _name(joined) == "sub" and set(joined.users) == inside:
-        whole, largest = joined.args[:2]
-        peak: Any = largest.args[0] if is_part(largest) and largest.args[1] == 0 else largest
+    joined = tensor_input(softmax)
+    readers = {softmax}
+    if _name(joined) == "sub" and set(joined.users) == readers:
+        whole, largest = tensor_input(joined), joined.args[1]
+        if not isinstance(largest, fx.Node):
+            return None
+        peak = tensor_input(largest) if is_part(largest) and largest.args[1] == 0 else largest
         if peak.target not in LARGEST or peak.args[0] is not whole or joined.kwargs:
             return None
         if peak.args[1] not in (-1, [-1], rank_of(whole) - 1, [rank_of(whole) - 1]):
             return None
-        joined, inside = whole, {joined, peak}
-    if _name(joined) != "cat" or set(joined.users) != inside or len(joined.args) != 2 or len(joined.args[0]) != 2:
+        joined, readers = whole, {joined, peak}
+    if _name(joined) != "cat" or set(joined.users) != readers or len(joined.args) != 2:
         return None
-    (scores, sink), dim = joined.args
-    is_along = dim in (-1, rank_of(joined) - 1) and known_equal(value_of(scores).shape[-1], value_of(kept).shape[-1])
-    return _Behind(softmax, scores, joined) if is_along and _is_learned(sink) else None
+    parts, dim = cast("tuple[list[fx.Node], int]", joined.args)
+    if len(parts) != 2 or dim not in (-1, rank_of(joined) - 1) or not is_view_of_input(parts[1]):
+        return None
+    scores = parts[0]
+    has_all = known_equal(value_of(scores).shape[-1], value_of(without_sink).shape[-1])
+    return _Softmax(softmax, scores, joined) if has_all else None
 
 
-def _is_learned(node: Any) -> bool:
-    """Whether a value is nothing but an input in another form."""
-    while isinstance(node, fx.Node) and node.op == "call_function" and is_view(node):
-        node = node.args[0]
-    return isinstance(node, fx.Node) and node.op in {"placeholder", "get_attr"}
-
-
-def _whole_operand(node: fx.Node) -> int | None:
-    """The first argument that is of the result's shape."""
+def _full_operand(node: fx.Node) -> int | None:
+    """Returns the position of the first argument that has the result's shape."""
     wanted = value_of(node).shape
-    for at, item in enumerate(node.args):
+    for position, item in enumerate(node.args):
         if (shape := shape_of(item)) is not None and same_shape(shape, wanted):
-            return at
+            return position
     return None
 
 
-# From scores to what they are made of
+# From scores back to queries and keys
 
 
-def _trace(node: Any, reader: fx.Node, places: _Places) -> _Found | None:
-    """What queries and keys of a value are made from; None where it has none, or mixes them."""
-    if not isinstance(node, fx.Node) or places == _Places(None, None):
+def _trace(node: Argument, reader: fx.Node, axes: _Axes) -> _Trace | None:
+    """Traces a value back to queries and keys; None if it has neither, or mixes them."""
+    if not isinstance(node, fx.Node) or axes == _Axes(None, None):
         return None
-    if _is_operand(node, reader, places):
-        dim = places.key if places.query is None else places.query
+    if _is_operand(node, reader, axes):
+        dim = axes.key if axes.query is None else axes.query
         assert dim is not None
-        operand = Operand(reader, node, (0, dim), is_query=places.key is None)
-        return _Found(frozenset([operand]), frozenset())
-    parts = [found for item, at in _parts(node, places) if (found := _trace(item, node, at))]
-    if not parts:
+        operand = Operand(reader, node, (0, dim), is_query=axes.key is None)
+        return _Trace(frozenset([operand]), frozenset())
+    traces = [trace for item, item_axes in _sources(node, axes) if (trace := _trace(item, node, item_axes))]
+    if not traces:
         return None
-    operands = frozenset[Operand]().union(*(part.operands for part in parts))
-    steps = frozenset([_Step(reader, node, places)]).union(*(part.steps for part in parts))
-    return _Found(operands, steps)
+    operands = frozenset[Operand]().union(*(trace.operands for trace in traces))
+    reads = frozenset([_Read(reader, node, axes)]).union(*(trace.reads for trace in traces))
+    return _Trace(operands, reads)
 
 
-def _is_operand(node: fx.Node, reader: fx.Node, places: _Places) -> bool:
-    """Whether a value is [batch, heads, length, width], or with the last two in the other order."""
-    joins = reader.target in PRODUCTS or (_name(reader) in OTHER_FORM and rank_of(reader) == 3)
-    return joins and None in places and rank_of(node) == 4 and not {2, 3}.isdisjoint(places)
+def _is_operand(node: fx.Node, reader: fx.Node, axes: _Axes) -> bool:
+    """True if a value is [batch, heads, length, width], or has the last two in the other order."""
+    joins_heads = _name(reader) in RESHAPES and rank_of(reader) == 3
+    is_read_by_product = reader.target in PRODUCTS or joins_heads
+    return is_read_by_product and None in axes and rank_of(node) == 4 and not {2, 3}.isdisjoint(axes)
 
 
-def _parts(node: fx.Node, places: _Places) -> list[tuple[Any, _Places]]:
-    """The arguments that a value's queries and keys come from, and where these lie in them."""
+def _sources(node: fx.Node, axes: _Axes) -> list[tuple[Argument, _Axes]]:
+    """Returns the arguments that a value's queries and keys come from, with the axes of these in them."""
     name, args = _name(node), node.args
     rank = rank_of(node) if isinstance(node.meta.get("val"), torch.Tensor) else 0
     if name in ON_SCORES and not (name == "div" and args[0] is args[1]):
-        given = args[1:3] if name == "where" else args[:2] if name in {"add", "sub", "mul"} else args[:1]
-        return [(item, _held(item, node, places)) for item in given if shape_of(item) is not None]
+        sources = args[1:3] if name == "where" else args[:2] if name in {"add", "sub", "mul"} else args[:1]
+        tensors = [item for item in sources if isinstance(item, fx.Node) and shape_of(item) is not None]
+        return [(item, _axes_of_operand(item, node, axes)) for item in tensors]
     if node.target in PRODUCTS:
-        return _factors(args[0], args[1], rank, places)
+        return _factors(tensor_input(node), tensor_input(node, 1), rank, axes)
     if name == "baddbmm":
-        return [(args[0], _held(args[0], node, places)), *_factors(args[1], args[2], rank, places)]
+        added, left, right = (tensor_input(node, position) for position in range(3))
+        return [(added, _axes_of_operand(added, node, axes)), *_factors(left, right, rank, axes)]
     if name == "gather":
-        along: Any = args[1]
-        is_inside = along % rank >= rank - 2
-        return [(args[0], _Places(*(None if at == along % rank else at for at in places)))] if is_inside else []
+        along = cast("int", args[1]) % rank
+        return [(args[0], _Axes(*(None if dim == along else dim for dim in axes)))] if along >= rank - 2 else []
     if name in {"transpose", "permute", "t"}:
         order = order_of(node)
-        return [(args[0], _Places(*(None if at is None else order[at] for at in places)))]
-    if name in OTHER_FORM:
-        before = _moved(node, tuple(at for at in places if at is not None), back=True)
+        return [(args[0], _Axes(*(None if dim is None else order[dim] for dim in axes)))]
+    if name in RESHAPES:
+        before = _dims_before_view(node, tuple(dim for dim in axes if dim is not None))
         if before is not None:
-            left = iter(before)
-            return [(args[0], _Places(*(None if at is None else next(left) for at in places)))]
+            remaining = iter(before)
+            return [(args[0], _Axes(*(None if dim is None else next(remaining) for dim in axes)))]
     return []
 
 
-def _factors(one: Any, other: Any, rank: int, places: _Places) -> list[tuple[Any, _Places]]:
-    """The factors of a product, of which the one gives the rows and the other the columns of each result."""
-    if any(at is not None and at < rank - 2 for at in places):
+def _factors(left: fx.Node, right: fx.Node, rank: int, axes: _Axes) -> list[tuple[Argument, _Axes]]:
+    """Returns the factors of a product: the left one has the rows of the result, the right one the columns."""
+    if any(dim is not None and dim < rank - 2 for dim in axes):
         return []
-    rows = _Places(*(at if at == rank - 2 else None for at in places))
-    columns = _Places(*(at if at == rank - 1 else None for at in places))
-    return [(item, at) for item, at in ((one, rows), (other, columns)) if rank_of(item) == rank]
+    rows = _Axes(*(dim if dim == rank - 2 else None for dim in axes))
+    columns = _Axes(*(dim if dim == rank - 1 else None for dim in axes))
+    return [(item, item_axes) for item, item_axes in ((left, rows), (right, columns)) if rank_of(item) == rank]
 
 
-def _held(item: Any, node: fx.Node, places: _Places) -> _Places:
-    """Where an operand of an element-wise operator has what the result has in these places."""
-    lacks = rank_of(node) - rank_of(item)
-    kept = held_in_full(value_of(item), value_of(node), tuple(at for at in places if at is not None))
-    return _Places(*(at - lacks if at is not None and at in kept else None for at in places))
+def _axes_of_operand(operand: fx.Node, node: fx.Node, axes: _Axes) -> _Axes:
+    """Returns the axes in an operand of an element-wise operator; None for those that are broadcast."""
+    missing = rank_of(node) - rank_of(operand)
+    matching = matching_dims(value_of(operand), value_of(node), tuple(dim for dim in axes if dim is not None))
+    return _Axes(*(dim - missing if dim is not None and dim in matching else None for dim in axes))
 
 
-def _moved(node: fx.Node, dims: tuple[int, ...], *, back: bool = False) -> tuple[int, ...] | None:
-    """Where these dimensions of a view's input lie in its result, or the other way, if they stay as they are."""
-    before, after = value_of(node.args[0]).shape, value_of(node).shape
-    pairs = [(old[0], new[0]) for old, new in groups(before, after) if len(old) == len(new) == 1]
-    found = {new: old for old, new in pairs} if back else dict(pairs)
+def _dims_after_view(node: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Returns where these dimensions of a view's input lie in its result, if they stay whole."""
+    found = dict(_kept_dims(node))
     return tuple(found[dim] for dim in dims) if set(dims) <= found.keys() else None
 
 
-# What must hold
+def _dims_before_view(node: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Returns where these dimensions of a view's result lie in its input, if they stay whole."""
+    found = {new: old for old, new in _kept_dims(node)}
+    return tuple(found[dim] for dim in dims) if set(dims) <= found.keys() else None
 
 
-def _fit(query: Operand, value: Operand, operands: list[Operand]) -> bool:
-    """Whether all have the same sequences and heads, queries and keys as many as each other, and each one form."""
+def _kept_dims(node: fx.Node) -> list[tuple[int, int]]:
+    before, after = value_of(tensor_input(node)).shape, value_of(node).shape
+    return [(old[0], new[0]) for old, new in view_groups(before, after) if len(old) == len(new) == 1]
+
+
+# Conditions of a match
+
+
+def _are_consistent(query: Operand, value: Operand, operands: list[Operand]) -> bool:
+    """True if all operands have the same batch, heads and lengths, and no operand is read in two orders."""
     if value.dims != (0, 2):
         return False
-    forms: dict[fx.Node, tuple[int, ...]] = {}
+    dims_of: dict[fx.Node, tuple[int, ...]] = {}
     for item in operands:
-        shape, of = value_of(item.node).shape, value_of((query if item.is_query else value).node).shape
-        if not same_shape(shape[:2], of[:2]) or not known_equal(shape[item.dims[1]], of[2]):
+        shape, wanted = value_of(item.node).shape, value_of((query if item.is_query else value).node).shape
+        if not same_shape(shape[:2], wanted[:2]) or not known_equal(shape[item.dims[1]], wanted[2]):
             return False
-        if forms.setdefault(item.node, item.dims) != item.dims:
+        if dims_of.setdefault(item.node, item.dims) != item.dims:
             return False
     return same_shape(value_of(query.node).shape[:2], value_of(value.node).shape[:2])
 
 
 def _has_heads_of(node: fx.Node, query: fx.Node) -> bool:
-    """Whether a value of four dimensions begins with the same sequences and heads."""
+    """True unless a value of four dimensions has another batch or other heads than the queries."""
     return rank_of(node) != 4 or same_shape(value_of(node).shape[:2], value_of(query).shape[:2])
 
 
-def _is_read_inside(found: _Found, end: fx.Node) -> bool:
-    """Whether nothing else reads what lies between operands and the end, and nothing reads it in two ways."""
-    read_by: dict[fx.Node, set[fx.Node]] = {}
-    places: dict[fx.Node, _Places] = {}
-    for step in found.steps:
-        read_by.setdefault(step.node, set()).add(step.reader)
-        if places.setdefault(step.node, step.places) != step.places:
+def _is_enclosed(trace: _Trace, end: fx.Node) -> bool:
+    """True if nothing outside reads the inner values, and none of them is read along two pairs of axes."""
+    readers_of: dict[fx.Node, set[fx.Node]] = {}
+    axes: dict[fx.Node, _Axes] = {}
+    for read in trace.reads:
+        readers_of.setdefault(read.node, set()).add(read.reader)
+        if axes.setdefault(read.node, read.axes) != read.axes:
             return False
-    inside = {end, *read_by}
-    return all(set(node.users) == readers and readers <= inside for node, readers in read_by.items())
+    inside = {end, *readers_of}
+    return all(set(node.users) == readers and readers <= inside for node, readers in readers_of.items())
 
 
-def _hiding(scores: Any, found: _Found) -> Iterator[Hiding]:
-    """What may hide some of the scores, behind which nothing shows them again, from the softmax on."""
-    made = {step.node for step in found.steps}
-    while scores in made:
-        name = _name(scores)
-        if name in HIDES and "alpha" not in scores.kwargs:
-            of_scores = [at for at, item in enumerate(scores.args) if item in made]
-            is_one = len(of_scores) == 1
-            if not is_one and name != "add":
+def _score_masks(scores: fx.Node, trace: _Trace) -> Iterator[ScoreMask]:
+    """Yields operators that may mask scores, from the softmax back; stops where an operator could unmask them."""
+    inner = {read.node for read in trace.reads}
+    current: Argument = scores
+    while isinstance(current, fx.Node) and current in inner:
+        name = _name(current)
+        position = 0
+        if name in MASKS and "alpha" not in current.kwargs:
+            positions = [position for position, item in enumerate(current.args) if item in inner]
+            if len(positions) != 1 and name != "add":
                 return
-            if is_one and rank_of(scores) == 4:
-                yield Hiding(scores, of_scores[0])
+            if len(positions) == 1 and rank_of(current) == 4:
+                yield ScoreMask(current, positions[0])
             elif name != "add":
                 return
-            scores = scores.args[of_scores[0]]
-        elif name in KEEPS_HIDDEN | OTHER_FORM:
-            scores = scores.args[0]
-        else:
+            position = positions[0]
+        elif name not in KEEPS_MASKED | RESHAPES:
             return
+        current = current.args[position]
 
 
 def _name(node: fx.Node) -> str:
-    """The operator without its form; in place or not."""
+    """Returns the operator's name without its overload, the same for in-place operators."""
     packet = getattr(node.target, "overloadpacket", None)
     return str(packet).removeprefix("aten.").removeprefix("_").rstrip("_") if packet else ""

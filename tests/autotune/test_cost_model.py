@@ -15,8 +15,7 @@ from ort_accel.autotune.cost_model import Estimator
 from ort_accel.autotune.throughput import CALLS, Machine, Yardstick, has_yardstick
 from ort_accel.compiler.compile_graph import Lowering, foreseen, lower_graph
 from ort_accel.lowering.onnx_graph import OnnxGraph
-from ort_accel.partition.known_slow_ops import LONG_POWER
-from ort_accel.partition.powers import SHORT
+from ort_accel.operators.powers import SHORT_EXPONENTS
 from ort_accel.reporting import Reason, Report, Runner
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
@@ -113,10 +112,10 @@ def test_double_precision_is_not_measured():
 def test_long_powers_are_no_squares(power):
     lowered = Lowered(lambda x: power(x) + x, LARGE[0].abs(), pow=(0.01, 1.0))
     [fallback] = [item for item in lowered.report.fallbacks if "pow" in item.op]
-    assert fallback.detail == LONG_POWER
+    assert fallback.detail == "0.8 ms in PyTorch, 1.7 ms in ONNX Runtime for 1024 x 512 elements"
 
 
-@pytest.mark.parametrize("exponent", SHORT)
+@pytest.mark.parametrize("exponent", SHORT_EXPONENTS)
 def test_short_powers_are_as_long_as_squares_and_call_no_kernel_of_powers(exponent, monkeypatch):
     written, op = [], OnnxGraph.op
     monkeypatch.setattr(

@@ -9,7 +9,7 @@ import torch
 from benchmarks import cuda_checks, on_cuda
 from benchmarks.cuda_checks import Bench, Check, check_operator, everything_moved, fault_of, offload_fault
 from benchmarks.on_cuda import main
-from ort_accel.compiler import backend
+from ort_accel.compiler import settings
 from ort_accel.partition import merge_small_segments
 from ort_accel.recompute import offload
 from ort_accel.runtime.device import Place
@@ -35,7 +35,7 @@ def test_a_model_that_differs_is_a_fault(bench, monkeypatch):
 
 @pytest.mark.parametrize("is_lost", mostly_long([False, True], True))
 def test_values_that_are_moved_come_back_or_are_a_fault(bench, monkeypatch, is_lost):
-    monkeypatch.setattr(backend, "place_for", lambda *_: Place(torch_memory=True))
+    monkeypatch.setattr(settings, "place_for", lambda *_: Place(torch_memory=True))
     monkeypatch.setattr(offload, "LEAST_BYTES", 1)
     monkeypatch.setattr(merge_small_segments, "MOST_ELEMENTS", 0)
     if is_lost:

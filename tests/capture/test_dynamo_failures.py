@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
 import ort_accel
-from ort_accel.compiler import backend
+from ort_accel.compiler import autograd_graphs
 from ort_accel.eager.fallback import FallbackError
 from ort_accel.recompute.planner import Recompute
 from ort_accel.reporting import State
@@ -184,7 +184,7 @@ def test_only_what_dynamo_fails_on_is_left_to_python() -> None:
 @pytest.fixture
 def fails_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Has the compilation of graphs of a kind fail."""
-    lower = backend.lower_graph
+    lower = autograd_graphs.lower_graph
 
     def fails(graph: str) -> None:
         def lowered(module: Any, lowering: Any, name: str, *rest: Any) -> Any:
@@ -192,7 +192,7 @@ def fails_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
                 raise IndexError("no such node\nand a second line")
             return lower(module, lowering, name, *rest)
 
-        monkeypatch.setattr(backend, "lower_graph", lowered)
+        monkeypatch.setattr(autograd_graphs, "lower_graph", lowered)
 
     return fails
 

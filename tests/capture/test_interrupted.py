@@ -10,12 +10,16 @@ import pytest
 from torch._dynamo.output_graph import OutputGraph
 
 import ort_accel
-from ort_accel.compiler import backend
+from ort_accel.compiler import autograd_graphs, skip_rows
 from tests.against_eager import assert_step_as_eager, report
 from tests.capture.language_model import Model, batch, engine
 from tests.tiers import mostly_long
 
-PLACES: list[tuple[Any, str]] = [(backend, "lower_graph"), (backend, "propose"), (OutputGraph, "call_user_compiler")]
+PLACES: list[tuple[Any, str]] = [
+    (autograd_graphs, "lower_graph"),
+    (skip_rows, "propose"),
+    (OutputGraph, "call_user_compiler"),
+]
 
 
 @pytest.mark.parametrize(("owner", "name"), mostly_long(PLACES, PLACES[0]))

@@ -25,7 +25,7 @@ def bert_lines(monkeypatch, lengths=(16, 24, 32)):
         found.update((op_name(node), user_line(node)) for node in module.graph.nodes if node.op == "call_function")
         return lower(module, *args, **kwargs)
 
-    monkeypatch.setattr("ort_accel.compiler.backend.lower_graph", look)
+    monkeypatch.setattr("ort_accel.compiler.autograd_graphs.lower_graph", look)
     torch.manual_seed(0)
     config = hf.BertConfig(
         vocab_size=90, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48

@@ -11,7 +11,7 @@ import ort_accel
 from ort_accel.compiler import device_placement
 from ort_accel.compiler.backend import Backend
 from ort_accel.compiler.device_placement import device_of, place_for
-from ort_accel.compiler.runtime_settings import session_settings
+from ort_accel.compiler.settings import resolve, session_settings
 from ort_accel.config import load_config
 from ort_accel.errors import ConfigError, OrtAccelError
 from ort_accel.reporting import Report, State
@@ -52,13 +52,13 @@ def test_a_model_on_two_devices_is_refused():
         device_of(nn.ModuleList([nn.Linear(2, 2), on("cuda:0")]))
 
 
-def test_a_cuda_model_with_an_onnxruntime_for_the_cpu_is_told_what_to_install():
+def test_a_cuda_model_without_a_cuda_onnxruntime_says_what_to_install():
     name = installed_runtime().distribution
     with pytest.raises(OrtAccelError, match=rf"on cuda:0, but {name} .* was built without CUDA; .*ort-accel\[gpu\]"):
         ort_accel.accelerate(on("cuda:0"))
 
 
-def test_a_provider_that_does_not_load_is_refused_with_its_own_words(runtime, monkeypatch):
+def test_a_provider_that_does_not_load_is_refused_with_its_error(runtime, monkeypatch):
     monkeypatch.setattr(device_placement, "provider_refusal", lambda *_: "no libcudnn")
     with pytest.raises(OrtAccelError, match=r"on cuda:0, but the CUDA provider of .* does not run there: no libcudnn"):
         place_for(config(), runtime, GPU)
@@ -84,7 +84,7 @@ def test_a_provider_for_another_device_than_the_models_is_refused(wish, where):
         ("memory", "offload", {"offload": True, "budget": 0.5}),
     ],
 )
-def test_what_works_on_cuda_only_is_refused_for_a_model_on_the_cpu(section, key, wish):
+def test_keys_for_cuda_are_refused_for_a_model_on_the_cpu(section, key, wish):
     with pytest.raises(ConfigError, match=rf"{section}\.{key}: works on cuda only, and the model is on the CPU"):
         ort_accel.accelerate(nn.Linear(2, 2), {section: wish})
 
@@ -95,7 +95,7 @@ def test_a_cuda_model_shares_pytorchs_memory_by_default(runtime):
     assert dict(place.options) == {"cudnn_conv_algo_search": "HEURISTIC", "use_tf32": "0"}
 
 
-def test_products_are_as_exact_as_pytorchs(runtime, monkeypatch):
+def test_tf32_follows_pytorch(runtime, monkeypatch):
     monkeypatch.setattr(device_placement, "products_are_tf32", lambda: True)
     assert dict(place_for(config(), runtime, GPU).options)["use_tf32"] == "1"
 
@@ -113,21 +113,22 @@ def test_a_limit_for_onnxruntimes_pool_keeps_that_pool(runtime):
         place_for(config(engine=limited, memory={"external_allocator": True}), runtime, GPU)
 
 
-def test_on_a_stream_of_its_own_pytorch_keeps_its_memory_to_itself(runtime, cuda_device):
+def test_memory_is_not_shared_on_a_stream_other_than_the_default(runtime, cuda_device):
     cuda_device.current = Stream(4096)
     assert not place_for(config(), runtime, GPU).torch_memory
     with pytest.raises(ConfigError, match=r"takes a stream or an allocator, not both; write auto or false"):
         place_for(config(memory={"external_allocator": True}), runtime, GPU)
 
 
-def test_memory_is_not_shared_where_that_is_switched_off(runtime):
+def test_memory_is_not_shared_when_switched_off(runtime):
     assert not place_for(config(memory={"external_allocator": False}), runtime, GPU).torch_memory
 
 
-def test_the_report_says_so(runtime, monkeypatch):
-    monkeypatch.setattr("ort_accel.compiler.backend.chosen_runtime", lambda _: runtime)
+def test_the_report_describes_the_cuda_device(runtime, monkeypatch):
+    monkeypatch.setattr("ort_accel.compiler.settings.chosen_runtime", lambda _: runtime)
     report = Report()
-    Backend(config(engine={"provider": "cuda", "provider_options": {"use_tf32": 0}}), report, GPU)
+    wish = config(engine={"provider": "cuda", "provider_options": {"use_tf32": 0}})
+    Backend(resolve(wish, GPU), report)
     found = report.features
     assert "CUDA device 0" in found["engine"].effect
     assert found["engine.provider_options"].effect == "use_tf32 0"
@@ -136,7 +137,7 @@ def test_the_report_says_so(runtime, monkeypatch):
     assert "generates no Triton kernels" in found["compute.triton.enabled"].reason
 
 
-def test_on_the_cpu_it_says_that_they_are_for_cuda():
+def test_the_report_says_which_keys_are_for_cuda():
     found = ort_accel.report(ort_accel.accelerate(nn.Linear(2, 2))).features
     for path in ("memory.external_allocator", "compute.conv_algorithm", "compute.triton.enabled"):
         assert found[path].state is State.OFF
@@ -144,19 +145,19 @@ def test_on_the_cpu_it_says_that_they_are_for_cuda():
 
 
 @pytest.mark.parametrize("triton", [{"enabled": True}, {"ops_file": "ops.json"}])
-def test_a_wish_for_triton_kernels_is_an_error_that_says_why(triton):
+def test_asking_for_triton_kernels_is_an_error_that_says_why(triton):
     with pytest.raises(ConfigError, match=r"compute\.triton\.\w+: ort_accel generates no Triton kernels: .* remove"):
         ort_accel.accelerate(nn.Linear(2, 2), {"compute": {"triton": triton}})
 
 
-def test_a_model_that_was_moved_after_it_was_set_up_is_told_so():
+def test_a_model_that_was_moved_after_set_up_raises():
     with FakeTensorMode():
         graph = torch.fx.symbolic_trace(nn.ReLU())
         with pytest.raises(OrtAccelError, match=r"set up for the CPU and is called with tensors on cuda:0; move it"):
-            Backend(config(), Report())(graph, [torch.empty(2, device="cuda:0")])
+            Backend(resolve(config()), Report())(graph, [torch.empty(2, device="cuda:0")])
 
 
-def test_each_cuda_device_has_a_pool_whose_limit_is_that_of_the_options(runtime):
+def test_the_pool_of_a_cuda_device_has_the_limit_of_the_options(runtime):
     limited = {"provider": "cuda", "provider_options": {"gpu_mem_limit": 4096}}
     place = place_for(config(engine=limited), runtime, GPU)
     assert session_settings(config(), place).place is place

@@ -33,7 +33,7 @@ def trained() -> list[ref[object]]:
     return [ref(model), ref(model._compiled_call_impl), ref(model._compiled_call_impl.backend)]
 
 
-def test_all_that_was_compiled_goes_with_the_model() -> None:
+def test_deleting_a_model_frees_its_compiled_graphs() -> None:
     trained()  # Dynamo keeps something of the last compilation
     before = backends()
     gone = trained()
@@ -43,7 +43,7 @@ def test_all_that_was_compiled_goes_with_the_model() -> None:
     assert backends() == before
 
 
-def test_restoring_lets_go_of_it_while_the_model_lives() -> None:
+def test_restoring_a_model_frees_its_compiled_graphs() -> None:
     model = ort_accel.accelerate(Plain())
     model(torch.randn(2, 3)).backward()
     backend = ref(model._compiled_call_impl.backend)
@@ -54,7 +54,7 @@ def test_restoring_lets_go_of_it_while_the_model_lives() -> None:
     assert model(torch.ones(2, 3)).isfinite()
 
 
-def test_a_backward_runs_when_its_model_is_gone() -> None:
+def test_a_backward_runs_after_its_model_was_deleted() -> None:
     model = ort_accel.accelerate(Plain())
     weight, x = model.linear.weight, torch.randn(2, 3)
     expected = torch.autograd.grad((x @ weight.T + model.linear.bias).relu().sum(), weight)[0]

@@ -39,7 +39,7 @@ def step(model, ids):
     return [output.loss.detach(), output.logits.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
-def test_layers_are_what_repeats_and_what_multiplies_beside_it():
+def test_layers_are_repeated_modules_and_others_with_weights():
     assert names_of(llama()) == ["model.layers.0", "model.layers.1", "model.layers.2", "lm_head"]
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 2}
     bert = BertForSequenceClassification(BertConfig(vocab_size=20, **sizes))
@@ -51,7 +51,7 @@ def test_a_layer_that_is_used_twice_counts_once():
     assert layers_of(nn.Sequential(nn.ModuleList([layer, layer]), nn.Embedding(2, 2), nn.LayerNorm(2))) == [layer]
 
 
-def test_a_model_by_layers_computes_what_eager_computes_with_one_pair_of_graphs_a_kind():
+def test_layers_of_a_class_share_graphs_and_equal_eager_mode():
     ids = torch.randint(0, 20, (2, 6), generator=torch.Generator().manual_seed(1))
     eager, model = llama(), by_layers(llama())
     for _ in range(2):
@@ -89,7 +89,7 @@ class Stack(nn.Module):
         return total + x.sum()
 
 
-def test_what_a_layer_gives_beside_a_loss_of_its_own_is_made():
+def test_outputs_of_a_layer_beside_its_loss_are_computed():
     torch.manual_seed(0)
     eager = Stack()
     model, x = by_layers(copy.deepcopy(eager)), torch.randn(2, 3, 4)
@@ -100,7 +100,7 @@ def test_what_a_layer_gives_beside_a_loss_of_its_own_is_made():
     assert ort_accel.report(model).features["compute.loss_only"].state is State.OFF
 
 
-def test_hooks_of_a_layer_run_around_its_graph_with_values():
+def test_hooks_of_a_layer_see_values_around_its_graph():
     model, seen = by_layers(llama()), []
     model.model.layers[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].sum().item()))
     step(model, torch.ones(1, 4, dtype=torch.long))
@@ -108,7 +108,7 @@ def test_hooks_of_a_layer_run_around_its_graph_with_values():
     assert "a graph break" not in {fallback.op for fallback in ort_accel.report(model).fallbacks}
 
 
-def test_a_cache_that_somebody_reads_is_filled():
+def test_a_kv_cache_that_the_script_reads_is_filled():
     model = by_layers(llama()).eval()
     with torch.no_grad():
         filled = model(torch.ones(1, 4, dtype=torch.long), use_cache=True).past_key_values
@@ -123,7 +123,7 @@ def test_restoring_leaves_nothing_behind():
     assert all(module._compiled_call_impl is None and "forward" not in vars(module) for module in model.modules())
 
 
-def test_another_configuration_takes_the_place_of_the_layers():
+def test_another_configuration_replaces_the_layers():
     model = by_layers(llama())
     assert engine.runs_by_layers(model)
     ort_accel.accelerate(model, {"observe": {"log_level": "info"}})

@@ -79,7 +79,7 @@ def feature(model: nn.Module, name: str) -> Any:
 
 
 @pytest.mark.parametrize("pool", [mean, first, last, largest])
-def test_padding_is_left_out_where_nobody_reads_tokens(pool: Callable[..., Tensor]) -> None:
+def test_padding_is_left_out_if_no_tokens_are_read(pool: Callable[..., Tensor]) -> None:
     eager, ours = pair(Embedder(pool), engine())
     steps = [Contrast(model) for model in (ours, eager)]
     for seed, length in enumerate([10, 12, 9, 10]):
@@ -92,7 +92,7 @@ def test_padding_is_left_out_where_nobody_reads_tokens(pool: Callable[..., Tenso
     assert compilations(ours) == 2
 
 
-def test_what_reads_padding_keeps_it() -> None:
+def test_padding_that_is_read_is_computed() -> None:
     eager, ours = pair(Embedder(mean_of_all), engine())
     for seed in range(3):
         assert_same(
@@ -102,7 +102,7 @@ def test_what_reads_padding_keeps_it() -> None:
 
 
 @pytest.mark.parametrize("also", [True, False], ids=["beside the embedding", "alone"])
-def test_tokens_that_are_read_are_made_from_the_next_step_on(also: bool) -> None:
+def test_tokens_that_are_read_are_computed_from_the_next_step_on(also: bool) -> None:
     eager, ours = pair(Embedder(), engine())
 
     def loss(output: Sentences) -> Tensor:
@@ -117,7 +117,7 @@ def test_tokens_that_are_read_are_made_from_the_next_step_on(also: bool) -> None
     assert feature(ours, "compute.loss_only").state is State.REFUSED
 
 
-def test_tokens_are_made_that_no_embedding_comes_from() -> None:
+def test_tokens_that_no_embedding_is_computed_from_are_computed() -> None:
     class Apart(Embedder):
         def forward(self, ids: Tensor, mask: Tensor) -> Sentences:  # type: ignore[override]
             return Sentences(self.body(ids, mask), self.embed(ids[:, 0]))
@@ -132,7 +132,7 @@ def test_tokens_are_made_that_no_embedding_comes_from() -> None:
     assert type(ours(**sentences(0)).tokens) is Tensor
 
 
-def test_tokens_are_made_where_python_calls_what_gives_them() -> None:
+def test_tokens_are_computed_after_a_graph_break() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -151,13 +151,13 @@ def test_tokens_are_made_where_python_calls_what_gives_them() -> None:
 
 
 @pytest.mark.parametrize("wish", ["auto", True])
-def test_as_a_backend_of_torch_compile_they_are_made_unless_told_otherwise(wish: Any) -> None:
+def test_under_torch_compile_tokens_are_computed_unless_loss_only_is_true(wish: Any) -> None:
     options = {"config": engine(compute={"loss_only": wish})}
     model = torch.compile(Embedder(), backend="ort_accel", options=options)
     assert type(model(**sentences(0)).tokens) is (UnreadTensor if wish is True else Tensor)
 
 
-def test_evaluation_gives_tokens() -> None:
+def test_evaluation_computes_tokens() -> None:
     eager, ours = pair(Embedder().eval(), engine(engine={"compile_evaluation": True, "dynamic_shapes": True}))
     with torch.no_grad():
         for found, expected in zip(ours(**sentences(0)), eager(**sentences(0)), strict=True):

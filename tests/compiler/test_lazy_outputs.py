@@ -31,7 +31,7 @@ def state(model: nn.Module) -> State:
 
 
 @pytest.mark.parametrize("wishes", DENSE, ids=["dense", "switched off"])
-def test_a_whole_graph_leaves_the_scores_out(wishes: dict[str, Any]) -> None:
+def test_a_whole_graph_does_not_compute_the_logits(wishes: dict[str, Any]) -> None:
     eager, ours = pair(Model(), engine(**wishes))
     for seed, length in enumerate([10, 10, 12, 7]):
         assert_step_as_eager(eager, ours, **dense(seed, length), seed=seed)
@@ -44,7 +44,7 @@ def test_a_whole_graph_leaves_the_scores_out(wishes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("wishes", mostly_long(DENSE, DENSE[0]), ids=["dense", "switched off"])
-def test_scores_that_are_read_are_made_from_the_next_step_on(wishes: dict[str, Any]) -> None:
+def test_logits_that_are_read_are_computed_from_the_next_step_on(wishes: dict[str, Any]) -> None:
     eager, ours = pair(Model(), engine(**wishes))
 
     def loss(output: Output) -> Tensor:
@@ -61,7 +61,7 @@ def test_scores_that_are_read_are_made_from_the_next_step_on(wishes: dict[str, A
 
 
 @pytest.mark.parametrize("wishes", DENSE, ids=["dense", "switched off"])
-def test_the_backward_is_given_no_zeros_for_them(wishes: dict[str, Any]) -> None:
+def test_the_backward_gets_no_zeros_for_lazy_logits(wishes: dict[str, Any]) -> None:
     class Large(Model):
         def __init__(self) -> None:
             super().__init__()
@@ -77,7 +77,7 @@ def test_the_backward_is_given_no_zeros_for_them(wishes: dict[str, Any]) -> None
     assert [4, 32, 4000] not in [shape for shapes in zeros + filled for shape in shapes]
 
 
-def test_random_numbers_that_only_scores_use_are_drawn_all_the_same() -> None:
+def test_random_numbers_that_only_logits_use_are_drawn() -> None:
     class Noisy(Model):
         def forward(self, ids: Tensor, mask: Tensor, labels: Tensor | None = None) -> Output:
             loss, logits = super().forward(ids, mask, labels)
@@ -91,7 +91,7 @@ def test_random_numbers_that_only_scores_use_are_drawn_all_the_same() -> None:
     assert torch.equal(*after)
 
 
-def test_a_model_that_changes_a_buffer_makes_them() -> None:
+def test_a_model_that_mutates_a_buffer_computes_its_logits() -> None:
     class Counting(Model):
         def __init__(self) -> None:
             super().__init__()
@@ -109,14 +109,14 @@ def test_a_model_that_changes_a_buffer_makes_them() -> None:
 
 
 @pytest.mark.parametrize(("wish", "kind"), [("auto", Tensor), (True, UnreadTensor)])
-def test_as_a_backend_of_torch_compile_they_are_made_unless_told_otherwise(wish: Any, kind: type) -> None:
+def test_under_torch_compile_logits_are_computed_unless_loss_only_is_true(wish: Any, kind: type) -> None:
     """What `torch.compile` holds is not compiled anew when they are read."""
     options = {"config": engine(compute={"loss_only": wish})}
     ours = torch.compile(Model(), backend="ort_accel", options=options)
     assert type(ours(**dense()).logits) is kind
 
 
-def test_a_hook_of_the_model_sees_them() -> None:
+def test_a_hook_of_the_model_sees_the_logits() -> None:
     eager, ours = pair(Model(), engine())
     seen: list[Tensor] = []
     ours.register_forward_hook(lambda _module, _inputs, output: seen.append(output.logits.argmax(-1)))
@@ -127,7 +127,7 @@ def test_a_hook_of_the_model_sees_them() -> None:
         assert torch.equal(seen[-1], eager(**given).logits.argmax(-1))
 
 
-def test_evaluation_is_not_concerned() -> None:
+def test_evaluation_computes_the_logits() -> None:
     eager, ours = pair(Model().eval(), engine())
     with torch.no_grad():
         given = dense()

@@ -68,7 +68,7 @@ def work(model: nn.Module) -> float:
     return sum(segment.flops for segment in report(model).segments if segment.graph.startswith("forward"))
 
 
-def test_densities_that_swing_compile_nothing_after_the_warm_up() -> None:
+def test_changing_densities_compile_nothing_after_the_warm_up() -> None:
     eager, ours = pair(Model(), {"observe": {"log_level": "error"}})
 
     def run(number: int, real: float) -> None:
@@ -85,7 +85,7 @@ def test_densities_that_swing_compile_nothing_after_the_warm_up() -> None:
     assert all(new > old > 0 for new, old in zip(after, ways, strict=True)), "it went from one to the other and back"
 
 
-def test_the_report_says_what_counted() -> None:
+def test_the_report_says_how_many_rows_counted() -> None:
     eager, ours = pair(Model(), engine())
     for seed in range(4):
         assert_step_as_eager(eager, ours, **batch(4, 10, seed=seed), seed=seed)
@@ -96,7 +96,7 @@ def test_the_report_says_what_counted() -> None:
     assert found.features["compute.loss_only"].state is State.APPLIED
 
 
-def test_a_feature_that_leaves_no_row_out_is_not_on() -> None:
+def test_a_feature_that_leaves_no_row_out_is_reported_as_off() -> None:
     eager, ours = pair(Model(), engine())
     for seed in range(2):
         assert_step_as_eager(eager, ours, **batch(4, 10, real=1.0, labelled=1.0, seed=seed), seed=seed)
@@ -115,7 +115,7 @@ def test_a_feature_that_leaves_no_row_out_is_not_on() -> None:
     ],
     ids=["all", "labels alone", "nothing"],
 )
-def test_each_way_can_be_switched_off(wishes: dict[str, Any], labels: bool, padding: bool) -> None:
+def test_each_feature_can_be_switched_off(wishes: dict[str, Any], labels: bool, padding: bool) -> None:
     eager, ours = pair(Model(), engine(**wishes))
     given = batch(4, 10, real=0.5, labelled=0.3)
     assert_step_as_eager(eager, ours, **given)
@@ -128,7 +128,7 @@ def test_each_way_can_be_switched_off(wishes: dict[str, Any], labels: bool, padd
     assert least <= work(ours) <= least + rows["head"] * 30 * WIDTH * WIDTH + 4 * 10 * 10 * 4 * WIDTH
 
 
-def test_padding_that_is_read_keeps_all_rows_and_the_report_names_the_reader() -> None:
+def test_the_report_names_the_reader_of_padding() -> None:
     eager, ours = pair(Pooled(), engine())
     for seed in range(2):
         assert_step_as_eager(eager, ours, **batch(4, 10, seed=seed), seed=seed)
@@ -138,13 +138,13 @@ def test_padding_that_is_read_keeps_all_rows_and_the_report_names_the_reader() -
     assert "self.body(ids, mask).mean(1)" in feature.reason
 
 
-def test_padding_that_is_read_is_an_error_where_padding_must_be_skipped() -> None:
+def test_padding_that_is_read_is_an_error_if_it_must_be_skipped() -> None:
     ours = ort_accel.accelerate(Pooled(), engine(density={"padding": True}))
     with pytest.raises(OrtAccelError, match=r"density.padding is true.*mean.*set it to auto"):
         ours(**batch(4, 10))
 
 
-def test_padding_is_an_error_too_where_only_labels_can_be_skipped() -> None:
+def test_padding_that_must_be_skipped_is_an_error_if_only_labels_can_be() -> None:
     class Convolved(Model):
         def body(self, ids: Tensor, mask: Tensor) -> Tensor:
             return super().body(ids, mask).cumsum(1)
@@ -154,7 +154,7 @@ def test_padding_is_an_error_too_where_only_labels_can_be_skipped() -> None:
         ours(**batch(4, 10))
 
 
-def test_labels_that_do_not_exist_are_an_error_where_they_must_be_skipped() -> None:
+def test_missing_labels_are_an_error_if_they_must_be_skipped() -> None:
     class Regression(Model):
         def forward(self, ids: Tensor, mask: Tensor, labels: Tensor | None = None) -> Output:
             scores = self.head(self.body(ids, mask))
@@ -166,7 +166,7 @@ def test_labels_that_do_not_exist_are_an_error_where_they_must_be_skipped() -> N
 
 
 @pytest.mark.long
-def test_evaluation_needs_no_labels_where_training_must_skip_some() -> None:
+def test_evaluation_needs_no_labels_if_training_must_skip_some() -> None:
     eager, ours = pair(Model(), engine(density={"labels": True}))
     for model in (eager, ours):
         model.eval()
@@ -199,7 +199,7 @@ def test_a_batch_whose_padding_is_read_runs_whole(first: bool) -> None:
     assert compilations(ours) == 2
 
 
-def test_labels_of_another_shape_raise_what_eager_raises() -> None:
+def test_labels_of_another_shape_raise_the_error_of_eager_mode() -> None:
     eager, ours = pair(Model(), engine())
     assert_step_as_eager(eager, ours, **batch(4, 10))
     wrong = batch(4, 10) | {"labels": torch.zeros(4, 9, dtype=torch.long)}
@@ -209,7 +209,7 @@ def test_labels_of_another_shape_raise_what_eager_raises() -> None:
         ours(**wrong)
 
 
-def test_nothing_as_large_as_all_scores_is_made_in_training() -> None:
+def test_training_allocates_no_tensor_of_the_size_of_all_logits() -> None:
     model = Model()
     model.head = nn.Linear(WIDTH, 4000)
     eager, ours = pair(model, engine())
@@ -276,7 +276,7 @@ class TestReadingTheLogits:
         assert report(ours).features["compute.loss_only"].state is State.OFF
 
 
-def test_a_step_that_gives_nothing_for_each_token_says_so() -> None:
+def test_the_report_says_that_a_step_has_no_output_for_each_token() -> None:
     eager, ours = pair(FirstToken(), engine())
     assert_step_as_eager(eager, ours, **batch(4, 10))
     feature = report(ours).features["compute.loss_only"]
@@ -293,7 +293,7 @@ def test_gradients_add_up_over_several_batches() -> None:
         torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_a_copy_of_the_model_decides_for_itself() -> None:
+def test_a_copy_of_a_model_has_its_own_policy() -> None:
     eager, ours = pair(Model(), engine())
     other = ort_accel.accelerate(copy.deepcopy(ours), engine())
     assert ours(**batch(4, 10)).logits.isfinite().all()
@@ -301,7 +301,7 @@ def test_a_copy_of_the_model_decides_for_itself() -> None:
     assert [states(model)["compute.loss_only"] for model in (ours, other)] == [State.REFUSED, State.APPLIED]
 
 
-def test_autocast_gives_eagers_loss_in_its_type() -> None:
+def test_autocast_gives_the_loss_of_eager_mode_in_its_dtype() -> None:
     eager, ours = pair(Model(), engine())
     with torch.autocast("cpu", torch.bfloat16):
         for seed in range(2):
@@ -310,7 +310,7 @@ def test_autocast_gives_eagers_loss_in_its_type() -> None:
     assert report(ours).counters["batches run on some rows"] == 2
 
 
-def test_operands_of_different_types_meet_in_attention_as_in_eager_mode() -> None:
+def test_attention_of_mixed_dtypes_equals_eager_mode() -> None:
     class Turned(Model):
         def attend(self, x: Tensor, mask: Tensor) -> Tensor:
             q, k, v = (part.transpose(1, 2) for part in self.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2))
@@ -324,7 +324,7 @@ def test_operands_of_different_types_meet_in_attention_as_in_eager_mode() -> Non
     assert report(ours).counters["batches run on some rows"] == 1
 
 
-def test_a_checkpointed_part_is_computed_again_for_the_rows_that_count() -> None:
+def test_checkpointed_parts_recompute_only_the_rows_that_count() -> None:
     eager, ours = pair(Checkpointed(), engine())
     for seed, given in enumerate((batch(4, 10), batch(3, 9))):
         assert_step_as_eager(eager, ours, **given, seed=seed)
@@ -334,7 +334,7 @@ def test_a_checkpointed_part_is_computed_again_for_the_rows_that_count() -> None
     assert memory.stash < 0.5 * memory.stash_without
 
 
-def test_checkpointed_parts_of_a_batch_whose_padding_is_read_drop_the_same_in_both_directions() -> None:
+def test_checkpointed_dropout_keeps_its_mask_if_padding_is_read() -> None:
     sizes: dict[str, Any] = {"dynamic_shapes": "auto"}  # Dynamo cannot nest checkpoints where all sizes are open
     eager, ours = pair(NestedFirstToken(), engine(density={"padding": True}, engine=sizes))
     assert_step_as_eager(eager, ours, **batch(4, 10))
@@ -344,7 +344,7 @@ def test_checkpointed_parts_of_a_batch_whose_padding_is_read_drop_the_same_in_bo
     assert report(ours).counters["batches run on all rows"] == 1
 
 
-def test_logits_behind_a_checkpoint_that_are_read_have_eagers_gradients() -> None:
+def test_lazy_logits_behind_a_checkpoint_have_eager_gradients() -> None:
     eager, ours = pair(Checkpointed(), engine())
 
     def loss(output: Output) -> Tensor:
@@ -354,7 +354,7 @@ def test_logits_behind_a_checkpoint_that_are_read_have_eagers_gradients() -> Non
     assert states(ours)["compute.loss_only"] is State.REFUSED
 
 
-def test_a_checkpoint_that_is_told_what_to_keep_leaves_the_graph_whole() -> None:
+def test_a_checkpoint_with_a_policy_leaves_the_graph_whole() -> None:
     eager, ours = pair(Checkpointed(context_fn=kept_products), engine())
     assert_step_as_eager(eager, ours, **batch(4, 10))
     assert "a backward of its own" in report(ours).features["density.labels"].reason

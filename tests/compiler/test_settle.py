@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import ort_accel
-from ort_accel.compiler import backend
+from ort_accel.compiler import step_watchers
 
 
 def given_back(monkeypatch: pytest.MonkeyPatch, keeps: bool, config: dict[str, object]) -> list[int]:
     """How often memory had been given back when each of several steps was over."""
     calls: list[None] = []
-    monkeypatch.setattr(backend, "keep_freed_blocks", lambda: keeps)
-    monkeypatch.setattr(backend, "return_free_memory", lambda: calls.append(None))
+    monkeypatch.setattr(step_watchers, "keep_freed_blocks", lambda: keeps)
+    monkeypatch.setattr(step_watchers, "return_free_memory", lambda: calls.append(None))
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
     ort_accel.accelerate(model, {"observe": {"log_level": "error"}} | config)
     after = []
@@ -25,11 +25,11 @@ def given_back(monkeypatch: pytest.MonkeyPatch, keeps: bool, config: dict[str, o
 
 
 @pytest.mark.parametrize("config", [{}, {"memory": {"budget": "1GiB"}}], ids=["as it comes", "a budget"])
-def test_memory_is_given_back_after_each_compilation_and_its_step(
+def test_memory_is_returned_after_each_compilation_and_its_step(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, object]
 ) -> None:
     assert given_back(monkeypatch, keeps=True, config=config) == [1, 2, 3, 4, 4, 4]
 
 
-def test_it_is_left_alone_where_it_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_c_library_does_not_keep_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given_back(monkeypatch, keeps=False, config={}) == [0] * 6

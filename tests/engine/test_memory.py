@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ort_accel
-from ort_accel.compiler import backend
+from ort_accel.compiler import settings
 from ort_accel.runtime import session
 
 
@@ -32,7 +32,7 @@ def results(monkeypatch):
 
 @pytest.mark.parametrize("pool_from", [0, 32 << 20], ids=["in the pool", "in PyTorch's memory"])
 def test_outputs_and_gradients_are_the_memory_that_onnx_runtime_wrote(results, monkeypatch, pool_from):
-    monkeypatch.setattr(backend, "LARGE", pool_from)
+    monkeypatch.setattr(settings, "LARGE", pool_from)
     model = ort_accel.accelerate(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)))
     out = model(torch.randn(32, 64))
     given = {ours for ours, _ in results}

@@ -8,7 +8,7 @@ from accelerate.utils import find_executable_batch_size
 from torch import nn
 
 import ort_accel
-from ort_accel.compiler import backend
+from ort_accel.compiler import settings
 from tests.forked import START
 from tests.memory_limit import memory_limit
 
@@ -59,7 +59,7 @@ def found(model):
 
 def main(folder, pool_from):
     torch.set_num_threads(1)
-    backend.LARGE = pool_from
+    settings.LARGE = pool_from
     mine, stock = ort_accel.accelerate(a_model(), QUIET), a_model()
     for rows in (4, 6):
         step(mine, rows)

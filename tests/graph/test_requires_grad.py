@@ -15,12 +15,12 @@ def gradients(function: object, *inputs: Tensor) -> list[bool]:
     return [has_gradient(node) for node in graph.output_node().args[0]]
 
 
-def test_what_is_computed_from_a_parameter_has_one() -> None:
+def test_a_value_computed_from_a_parameter_has_a_gradient() -> None:
     weight = nn.Parameter(ones(3))
     assert gradients(lambda x, w: (x * w, x + 1, (x * w).sin()), randn(3), weight) == [True, False, True]
 
 
-def test_what_is_detached_or_no_number_has_none() -> None:
+def test_a_detached_or_integer_value_has_no_gradient() -> None:
     weight = nn.Parameter(ones(3))
     found = gradients(lambda x, w: ((x * w).detach(), (x * w).argmax(), (x * w) > 0, x * w.detach()), randn(3), weight)
     assert found == [False] * 4

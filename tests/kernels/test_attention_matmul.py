@@ -56,7 +56,7 @@ TILES = {"one tile": 2**19, "samples": 200, "heads": 90, "queries": 20, "single 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", SIZES)
 def test_results_and_gradients_equal_those_of_pytorchs_kernel(name, is_causal, most, monkeypatch):
-    monkeypatch.setattr(attention_matmul, "PAIRS_OF_A_THREAD", most)
+    monkeypatch.setattr(attention_matmul, "PAIRS_PER_THREAD", most)
     monkeypatch.setattr(attention_matmul, "CAUSAL_ROWS", 4)
     ours, theirs = both(operands(*SIZES[name]), How(None, is_causal, None))
     for found, expected in zip(ours, theirs, strict=True):
@@ -79,7 +79,7 @@ def test_a_scale_counts_and_values_may_be_wider():
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("keep", [0.7, 0.0])
 def test_a_dropout_multiplies_the_weights(keep, is_causal, most, monkeypatch):
-    monkeypatch.setattr(attention_matmul, "PAIRS_OF_A_THREAD", most)
+    monkeypatch.setattr(attention_matmul, "PAIRS_PER_THREAD", most)
     monkeypatch.setattr(attention_matmul, "CAUSAL_ROWS", 4)
     given = [tensor.requires_grad_() for tensor in operands(3, 4, 2, 9, 9)]
     kept = torch.rand(3, 4, 9, 9) < keep

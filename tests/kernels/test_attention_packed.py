@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ort_accel.kernels import attention_packed, attention_precision
+from ort_accel.kernels import attention_packed, attention_precision, packed_spans
 from ort_accel.kernels.attention_packed import CAUSAL, FULL, MASKED
 from ort_accel.kernels.packed_rows import own
 
@@ -41,7 +41,7 @@ def mask_for(kind):
 def test_products_are_the_fused_kernel(kind, dtype, monkeypatch):
     mask = mask_for(kind)
     expected = step(kind, mask, dtype)
-    monkeypatch.setattr(attention_packed, "_is_fused", lambda *_: False)
+    monkeypatch.setattr(attention_packed._Attention, "is_fused", False)
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(step(kind, mask, dtype), expected, **tolerance)
 
@@ -85,19 +85,19 @@ def test_sequences_that_are_alike_run_together(kind, keep, monkeypatch):
     kept = torch.rand(5, 2, 4, 4) < keep if keep < 1 else None
     tensors = [torch.randn(16, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     counts = []
-    runs = attention_packed._Pairs.runs
+    runs = packed_spans.Pairs.batches
 
     def watched(self, *how):
         found = runs(self, *how)
         counts.append([run.sequences for run in found])
         return found
 
-    monkeypatch.setattr(attention_packed._Pairs, "runs", watched)
+    monkeypatch.setattr(packed_spans.Pairs, "batches", watched)
     together = gradients(
         own.scaled_dot_product_of_rows(*tensors, spans, rows, rows, mask, kept, keep, None)[0], tensors
     )
     assert counts == [[2, 1, 2], [2, 1, 2]]
-    monkeypatch.setattr(attention_packed._Pairs, "_form", lambda self, sequence: sequence.number)
+    monkeypatch.setattr(packed_spans.Pairs, "_form", lambda self, sequence: sequence.number)
     again = spans.clone(), rows, rows, mask, kept, keep, None
     alone = gradients(own.scaled_dot_product_of_rows(*tensors, *again)[0], tensors)
     assert counts[2:] == [[1] * 5, [1] * 5]
@@ -106,8 +106,8 @@ def test_sequences_that_are_alike_run_together(kind, keep, monkeypatch):
 
 def test_layers_of_one_batch_share_which_sequences_are_alike(monkeypatch):
     asked = []
-    form = attention_packed._Pairs._form
-    monkeypatch.setattr(attention_packed._Pairs, "_form", lambda *how: asked.append(1) or form(*how))
+    form = packed_spans.Pairs._form
+    monkeypatch.setattr(packed_spans.Pairs, "_form", lambda *how: asked.append(1) or form(*how))
     spans, rows = torch.tensor([[0, 3, 0, 3, FULL], [3, 7, 3, 7, FULL]]), torch.arange(7)
     tensors = [torch.randn(7, 2, 8, requires_grad=True) for _ in range(3)]
 
@@ -228,8 +228,8 @@ def test_sequences_whose_weights_are_many_run_a_few_at_a_time(monkeypatch):
 def test_spans_are_read_once_while_they_live(monkeypatch):
     """By all layers and their gradients; other rows, and other spans in their memory, are read anew."""
     read = []
-    stretch = attention_packed._stretch
-    monkeypatch.setattr(attention_packed, "_stretch", lambda *how: read.append(1) or stretch(*how))
+    stretch = packed_spans._row_range
+    monkeypatch.setattr(packed_spans, "_row_range", lambda *how: read.append(1) or stretch(*how))
     query, key, value = tensors_of(torch.float64)
     spans, rows = torch.tensor([[0, 3, 0, 4, FULL], [3, 7, 4, 9, FULL]]), (torch.arange(7), torch.arange(9))
 
@@ -241,9 +241,9 @@ def test_spans_are_read_once_while_they_live(monkeypatch):
     assert len(read) == 4
     torch.testing.assert_close(result(spans, *(row.clone() for row in rows)).detach(), first)
     assert len(read) == 8
-    before = len(attention_packed._KNOWN)
+    before = len(packed_spans._PARSED)
     del spans
-    assert len(attention_packed._KNOWN) == before - 1
+    assert len(packed_spans._PARSED) == before - 1
 
 
 @pytest.mark.parametrize("kind", [FULL, CAUSAL], ids=["full", "causal"])
@@ -308,6 +308,6 @@ def test_what_runs_as_a_whole_is_not_copied(dtype, kind, sequences, spare_keys, 
     assert len(writes) == (1 if spare_keys else 0), "only gradients of more keys than there are attended"
     assert sums.is_contiguous()
     assert all(one.is_contiguous() and one.dtype == dtype for one in found)
-    monkeypatch.setattr(attention_packed, "_is_all", lambda *how: False)
+    monkeypatch.setattr(attention_packed, "_is_whole", lambda *how: False)
     out, copied_sums = own.scaled_dot_product_of_rows(*tensors, spans, rows, keys, mask, None, 1.0, None)
     assert all(map(torch.equal, [sums, *found], [copied_sums, *gradients(out, tensors)]))

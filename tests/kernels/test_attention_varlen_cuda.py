@@ -7,7 +7,7 @@ or layout gives a wrong number.
 import pytest
 import torch
 
-from ort_accel.kernels import attention_packed, attention_varlen_cuda
+from ort_accel.kernels import attention_packed, attention_varlen_cuda, packed_spans
 from ort_accel.kernels.attention_packed import CAUSAL, FULL, MASKED, attention, attention_backward
 
 HEADS, WIDTH = 2, 8
@@ -100,7 +100,8 @@ class Kernels:
 def kernels(monkeypatch):
     made = Kernels()
     monkeypatch.setattr(attention_varlen_cuda, "aten", made)
-    monkeypatch.setattr(attention_packed, "_has_varlen", lambda device: True)
+    for module in (attention_packed, packed_spans):
+        monkeypatch.setattr(module, "has_varlen", lambda device: True)
     return made
 
 

@@ -24,8 +24,8 @@ INDICES = {
 def adds(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The indices that were found to list rows, and None for others."""
     found: list[Tensor] = []
-    rows = index_add._rows
-    monkeypatch.setattr(index_add, "_rows", lambda *args: found.append(rows(*args)) or found[-1])
+    rows = index_add._row_index
+    monkeypatch.setattr(index_add, "_row_index", lambda *args: found.append(rows(*args)) or found[-1])
     return found
 
 

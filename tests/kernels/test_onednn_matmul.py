@@ -9,9 +9,9 @@ from torch import fx
 from ort_accel.kernels import onednn_matmul
 from ort_accel.kernels.onednn_matmul import (
     AGAIN,
-    LARGEST,
-    MOST,
-    REMEMBERED,
+    MAX_COUNTED_SIZES,
+    MAX_ONEDNN_SIZES,
+    MAX_RIGHT_BYTES,
     can_multiply,
     product,
     product_of_known_sizes,
@@ -96,8 +96,11 @@ ONE, OTHER = torch.randn(8, 4), torch.randn(4, 6)
         (called(aten.mm.default, ONE.bfloat16(), OTHER.bfloat16()), False),
         (called(aten.bmm.default, ONE[None], OTHER[None]), False),
         (called(aten.mm.default, torch.zeros(LARGE // 64, 1), torch.zeros(1, 16)), False),
-        (called(aten.mm.default, torch.zeros(1, LARGEST // 16), torch.zeros(LARGEST // 16, 4)), True),
-        (called(aten.mm.default, torch.zeros(1, LARGEST // 16), torch.zeros(LARGEST // 16, 5)), False),
+        (called(aten.mm.default, torch.zeros(1, MAX_RIGHT_BYTES // 16), torch.zeros(MAX_RIGHT_BYTES // 16, 4)), True),
+        (
+            called(aten.mm.default, torch.zeros(1, MAX_RIGHT_BYTES // 16), torch.zeros(MAX_RIGHT_BYTES // 16, 5)),
+            False,
+        ),
     ],
     ids=[
         *("product", "with a row", "with a matrix", "with a scaled row", "float64", "bfloat16", "of batches"),
@@ -137,17 +140,17 @@ def test_onednn_is_asked_for_sizes_that_come_again(seen):
 
 def test_where_each_batch_has_another_size_it_is_never_asked(seen):
     multiply = product_of_known_sizes(aten.mm.default)
-    for rows in [*range(2, 4 * REMEMBERED)] * 2:
+    for rows in [*range(2, 4 * MAX_COUNTED_SIZES)] * 2:
         run(multiply, rows)
     assert seen == []
 
 
 def test_it_is_asked_for_a_few_sizes_at_most(seen):
     multiply = product_of_known_sizes(aten.mm.default)
-    for rows in range(2, 2 * MOST + 2):
+    for rows in range(2, 2 * MAX_ONEDNN_SIZES + 2):
         for _ in range(AGAIN):
             run(multiply, rows)
-    assert set(seen) == set(range(2, MOST + 2))
+    assert set(seen) == set(range(2, MAX_ONEDNN_SIZES + 2))
 
 
 def test_each_product_counts_its_own_sizes(seen):

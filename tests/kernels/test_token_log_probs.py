@@ -22,7 +22,7 @@ def plain(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def test_results_and_gradients(
     weights: tuple[int, int], rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "AT_ONCE", 300)  # several blocks, the last one smaller
+    monkeypatch.setattr(module, "BLOCK_NUMBERS", 300)  # several blocks, the last one smaller
     torch.manual_seed(rows)
     scores, targets = torch.randn(rows, 90, dtype=dtype) * 8, torch.randint(0, 90, (rows,))
     asked = [torch.randn(rows, dtype=dtype) * weight for weight in weights]

@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ort_accel.partition.assign import Assigner
+from ort_accel.passes.options import PassOptions
 from ort_accel.passes.split_dropout import split_dropout
 from ort_accel.reporting import Reason
 from ort_accel.runtime import cuda
@@ -63,7 +64,7 @@ def test_a_dropout_on_cuda_draws_its_mask_by_the_devices_own_dropout():
     with FakeTensorMode():
         x = torch.empty((2, 3, 4), device="cuda", dtype=torch.float16).transpose(0, 1)
         module = make_fx(lambda x: aten.native_dropout(x, 0.3, True))(x)
-    assert split_dropout(module) == 1
+    assert split_dropout(module.graph, PassOptions()) == 1
     module.graph.lint()
     [draw] = module.graph.find_nodes(op="call_function", target=aten.native_dropout.default)
     blank, probability, _ = draw.args

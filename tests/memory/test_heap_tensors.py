@@ -1,4 +1,4 @@
-"""Tensors and copies in plain blocks: where they begin, what they are, and that a freed one is right for the next."""
+"""Tensors and copies in heap blocks: their alignment, their values, and the reuse of freed blocks."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.forked import asked
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", [(3, LEAST), (LEAST + 1,), (7, 0, LEAST), (2, 3), ()], ids=str)
-def test_they_are_as_pytorch_makes_them(shape, dtype):
+def test_an_empty_tensor_is_like_one_of_pytorch(shape, dtype):
     made, plain = unfilled(shape, dtype), torch.empty(shape, dtype=dtype)
     assert (made.shape, made.dtype, made.stride()) == (plain.shape, plain.dtype, plain.stride())
     assert made.data_ptr() % ALIGNMENT == 0
@@ -18,7 +18,7 @@ def test_they_are_as_pytorch_makes_them(shape, dtype):
     assert made.all()
 
 
-def test_they_can_be_written_over_where_gradients_are_asked_for():
+def test_a_heap_tensor_can_be_written_to_with_gradients():
     weight = torch.ones((), requires_grad=True)
     with torch.no_grad():
         made = unfilled((3, LEAST), torch.float32).fill_(2)
@@ -26,7 +26,7 @@ def test_they_can_be_written_over_where_gradients_are_asked_for():
     assert weight.grad == 2 * 3 * LEAST
 
 
-def test_they_outlive_all_names_but_their_own():
+def test_views_keep_their_block_alive():
     values = [unfilled((LEAST,), torch.float32).fill_(number) for number in range(8)]
     views = [value[3:] for value in values]
     del values
@@ -36,7 +36,7 @@ def test_they_outlive_all_names_but_their_own():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16, torch.float8_e5m2, torch.bool])
 @pytest.mark.parametrize("shape", [(512, 300), (3, 5), (LEAST, 0)], ids=str)
-def test_a_copy_has_its_elements_one_behind_the_other(shape, dtype):
+def test_a_copy_is_contiguous(shape, dtype):
     turned = torch.randn(shape).to(dtype).t()
     made, plain = packed(turned), turned.contiguous()
     assert made.stride() == plain.stride()
@@ -45,18 +45,18 @@ def test_a_copy_has_its_elements_one_behind_the_other(shape, dtype):
     assert packed(every_other).view(torch.uint8).equal(every_other.contiguous().view(torch.uint8))
 
 
-def test_a_copy_resolves_what_pytorch_puts_off():
+def test_a_copy_resolves_lazy_conjugation():
     turned = torch.randn(300, 512, dtype=torch.complex64).conj().t()
     assert packed(turned).resolve_conj().equal(turned.contiguous().resolve_conj())
 
 
-def test_nothing_is_copied_that_lies_one_behind_the_other():
+def test_a_contiguous_tensor_is_not_copied():
     plain = torch.randn(2, LEAST)
     assert [packed(one).data_ptr() for one in (plain, plain[1])] == [one.data_ptr() for one in (plain, plain[1])]
 
 
 def addresses(results):
-    """How many tensors lie where others of their size were freed, each of them between things that stay."""
+    """Put how many tensors reuse freed blocks of their size, with live blocks between them."""
     keep_freed_blocks()
     stays = []
 
@@ -73,5 +73,5 @@ def addresses(results):
     results.put(len(places.intersection(tensor.data_ptr() for tensor in taken())))
 
 
-def test_a_freed_one_is_right_for_the_next_one():
+def test_a_freed_block_is_reused_for_the_next_tensor():
     assert asked(addresses) >= 28

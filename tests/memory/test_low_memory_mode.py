@@ -1,4 +1,4 @@
-"""Freed memory goes back where a process would hold more than it was ever seen to need, and only there."""
+"""The heap is trimmed if the resident set exceeds its limit, and only then."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from ort_accel.memory.process_memory import resident, resident_now
 
 
 class Process:
-    """What one holds, and how much of it is free."""
+    """A process with a resident set, some of which is free."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held, self.free, self.returned = 0, 0, 0
@@ -20,7 +20,7 @@ class Process:
         self.held, self.free = self.held - self.free, 0
 
 
-def test_steps_that_are_alike_settle(monkeypatch):
+def test_equal_steps_stop_trimming(monkeypatch):
     process, look, after = Process(monkeypatch), LittleHeld(), []
     for _ in range(4):
         for needed in (100, 200, 300, 200):
@@ -31,7 +31,7 @@ def test_steps_that_are_alike_settle(monkeypatch):
     assert after == [3, 3, 3, 3]
 
 
-def test_gaps_go_back_and_what_is_needed_stays(monkeypatch):
+def test_trimming_returns_free_memory_and_raises_the_limit(monkeypatch):
     process, look = Process(monkeypatch), LittleHeld()
     process.held = 1000
     look()
@@ -48,13 +48,13 @@ def test_gaps_go_back_and_what_is_needed_stays(monkeypatch):
     assert process.returned == 3, "what was needed once may be held again"
 
 
-def test_where_nothing_is_told_nothing_happens(monkeypatch):
+def test_nothing_is_trimmed_if_the_resident_set_is_unknown(monkeypatch):
     process, look = Process(monkeypatch), LittleHeld()
     look()
     assert process.returned == 0
 
 
-def test_what_is_resident_is_told_twice_alike():
+def test_both_readings_of_the_resident_set_agree():
     if resident() is None:
         pytest.skip("this system does not tell")
     assert resident_now() == pytest.approx(resident(), rel=0.02)

@@ -1,4 +1,4 @@
-"""`observe.memory_stats`: four phases of the first steps and of steps at powers of two, and the peak as measured."""
+"""`observe.memory_stats`: lines for four phases of a step, and the measured peak."""
 
 import gc
 import weakref
@@ -31,7 +31,7 @@ def lines(text):
     return [(int(head.split()[2]), phase) for head, phase, *_ in found]
 
 
-def test_every_step_has_four_lines_then_only_powers_of_two_do(capsys):
+def test_early_steps_and_powers_of_two_have_four_lines(capsys):
     trained(18, {})
     shown = lines(capsys.readouterr().err)
     assert shown == [(step, phase) for step in [*range(10), 16] for phase in PHASES]
@@ -44,7 +44,7 @@ def test_evaluation_is_no_step(capsys):
     assert len(lines(capsys.readouterr().err)) == 4
 
 
-def test_the_measured_peak_covers_what_the_step_keeps():
+def test_the_measured_peak_covers_saved_values():
     class Wide(nn.Module):
         def __init__(self):
             super().__init__()
@@ -82,10 +82,10 @@ def test_steps_that_compile_are_not_measured():
     watch.close()
 
 
-def test_what_steps_leave_in_a_pool_counts():
+def test_memory_that_steps_leave_in_a_pool_counts():
     report, pool = Report(), []
     watch, model = MemoryWatch(report, pool.clear, prints=False), nn.Linear(2, 2)
-    for _ in range(step_peaks.FIRST + 3):
+    for _ in range(step_peaks.FIRST_WITHOUT_COMPILING + 3):
         watch.before_forward(model)
         if not pool:
             pool.append(torch.ones(1 << 24))
@@ -94,7 +94,7 @@ def test_what_steps_leave_in_a_pool_counts():
     assert report.measured_peak.bytes >= pool[0].nbytes
 
 
-def test_where_the_system_tells_nothing_nothing_is_measured(monkeypatch, tmp_path, capsys):
+def test_nothing_is_measured_if_the_system_has_no_answer(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(process_memory, "_STATUS", tmp_path / "none")
     report = ort_accel.report(trained(4, {}))
     assert report.measured_peak is None
@@ -110,7 +110,7 @@ def test_the_process_peak_outlasts_a_reset():
     assert process_memory.resident("VmHWM") < most
 
 
-def test_a_model_that_is_gone_is_let_go():
+def test_a_deleted_model_is_freed():
     model = trained(2, {})
     seen = weakref.ref(model)
     del model
@@ -119,13 +119,13 @@ def test_a_model_that_is_gone_is_let_go():
     assert seen() is None
 
 
-def test_a_model_without_parameters_is_followed_too(capsys):
+def test_a_model_without_parameters_has_lines(capsys):
     ours = ort_accel.accelerate(nn.GELU(), {"observe": {"log_level": "error", "memory_stats": True}})
     ours(torch.randn(4, 3, requires_grad=True)).sum().backward()
     assert [phase for _, phase in lines(capsys.readouterr().err)] == PHASES[:3]
 
 
-def test_a_gpu_shows_what_its_allocator_tells(monkeypatch):
+def test_a_gpu_shows_the_figures_of_its_allocator(monkeypatch):
     told = {
         f"{key}.all.{kind}": 1 << 20 for key in ("allocated_bytes", "reserved_bytes") for kind in ("current", "peak")
     }
@@ -136,6 +136,6 @@ def test_a_gpu_shows_what_its_allocator_tells(monkeypatch):
 
 
 @pytest.mark.parametrize("wish", [{"memory": {"budget": 1.0}}, {"memory": {}}])
-def test_without_it_no_line_is_printed(wish, capsys):
+def test_without_memory_stats_no_line_is_printed(wish, capsys):
     trained(1, wish | {"observe": {"log_level": "error"}})
     assert not lines(capsys.readouterr().err)

@@ -34,7 +34,7 @@ one operator of transformers' own."""
 
 
 def recaptures(family: Family, sizes: list[tuple[int, int]]) -> bool:
-    """Whether the last of these batches makes Dynamo capture anew, with nothing but PyTorch behind it."""
+    """True if the last batch makes Dynamo capture anew, with PyTorch alone as backend."""
     graphs: list[torch.fx.GraphModule] = []
 
     def note(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:

@@ -1,4 +1,4 @@
-"""Models that skip what is padded or ignored learn what they learn in eager mode, whatever their batches look like."""
+"""Models that skip padding and ignored labels learn what they learn in eager mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ort_accel.operators.flops import flops
-from ort_accel.row_skipping.attention_padding import Attention
+from ort_accel.row_skipping.attention_match import Attention
 from ort_accel.row_skipping.pipeline import Proposal
 from tests.against_eager import assert_step_as_eager, compilations, pair, report
 from tests.models.zoo import DECODER, ENCODER, SEQ2SEQ, T5, VOCABULARY, made
@@ -35,7 +35,7 @@ Batch = dict[str, Any]
 
 
 def padded(rows: int, length: int, side: str) -> Batch:
-    """Rows of any length from none to full."""
+    """Returns sequences of any length from none to full."""
     kept = torch.randint(0, length + 1, (rows, 1))
     kept[0] = torch.randint(length // 2, length + 1, ())
     place = torch.arange(length)
@@ -44,7 +44,7 @@ def padded(rows: int, length: int, side: str) -> Batch:
 
 
 def some_labelled(batch: Batch, share: float = 0.4) -> torch.Tensor:
-    """Labels for some real tokens."""
+    """Returns labels for some real tokens."""
     ids, mask = batch["input_ids"], batch["attention_mask"]
     return ids.masked_fill((torch.rand(ids.shape) > share) | (mask == 0), -100)
 
@@ -55,7 +55,7 @@ def classified(rows: int, length: int, side: str) -> Batch:
 
 
 def classified_from_the_left(rows: int, length: int, side: str) -> Batch:
-    """For models in which padding looks at everything, so that a padded first token leaves nothing out."""
+    """For models whose padding attends to everything, so that a padded first token needs all rows."""
     return classified(rows, length, "right")
 
 
@@ -72,7 +72,7 @@ def causal(rows: int, length: int, side: str) -> Batch:
 
 
 def cached(rows: int, length: int, side: str) -> Batch:
-    """As a loop calls a model that knows nothing of caches: keys and values are among what it returns."""
+    """A call without `use_cache=False`: the model returns keys and values."""
     return {name: value for name, value in causal(rows, length, side).items() if name != "use_cache"}
 
 
@@ -184,18 +184,19 @@ ON_THE_ENGINE = ("bert", "bart", "falcon")
 """The others' smaller graphs are run by PyTorch, which takes less time; `test_parity` lowers those of all families."""
 
 SIZES_ARE_LEARNED = {"falcon"}
-"""Whose `logits_to_keep` would be an open size as well, if all were open from the first batch on."""
+"""Models whose `logits_to_keep` would become symbolic with dynamic shapes from the first batch on."""
 
 SIZES = [(5, 12), (3, 9), (6, 15), (4, 11)]
 
 
 MANY = 20
-"""Batches where each takes little time."""
+"""The number of batches where each takes little time."""
 
 
 def batches(name: str, many: int = len(SIZES)) -> Iterator[Batch]:
-    """So many, padded on the right, on the left, and so on; behind the sizes above come others by chance. In the first
-    batch no row is padded as a whole."""
+    """Yields batches of the sizes above and of random ones, padded on the right and on the left in turn.
+
+    In the first batch no sequence is all padding."""
     chance = random.Random(name)
     more = [(chance.randint(2, 6), chance.randint(6, 15)) for _ in range(many - len(SIZES))]
     for number, (rows, length) in enumerate([*SIZES, *more]):
@@ -218,7 +219,7 @@ def test_a_step_on_the_engine_equals_eagers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", mostly_long(("bert", "llama", "bart"), "llama"))
-def test_layers_that_are_checkpointed_are_computed_again_for_the_rows_that_count(name: str) -> None:
+def test_checkpointed_layers_recompute_only_the_needed_rows(name: str) -> None:
     eager, ours = pair(MODELS[name][0](), CONFIG)
     for model in (eager, ours):
         model.gradient_checkpointing_enable()
@@ -247,14 +248,14 @@ def test_a_step_of_the_smaller_graph_equals_eagers(name: str) -> None:
 
 
 def in_rows(proposal: Proposal) -> float:
-    """The share of the work that is done for some rows, but for attention on full squares."""
-    whole = [each for each in proposal.plan.demands.attentions.values() if not each.can_run_by_sequence]
+    """Returns the share of the work that is done for some rows, without attention on all pairs."""
+    whole = [each for each in proposal.plan.demands.attentions.values() if not each.can_run_varlen]
     squares = sum(flops(node) for each in whole for node in inside(each))
     return sum(proposal.work_of.values()) / (proposal.work - squares)
 
 
 def inside(attention: Attention) -> set[fx.Node]:
-    """The nodes between what attention reads and its result."""
+    """Returns the nodes from an attention's operands to its result."""
     ends = {item.node for item in attention.operands}
     pending, found = [attention.node], set[fx.Node]()
     while pending:

@@ -18,7 +18,7 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """How to make one model and a batch of some rows and some length for it."""
+    """Builders of one model, and of a batch of some rows and length for it."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -118,7 +118,7 @@ SEQ2SEQ = {
 
 
 def made(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
-    """A builder of a model from its configuration; every weight is random, so that no gradient is zero by accident."""
+    """Returns a builder of a model; every weight is random, so that no gradient is zero by accident."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)

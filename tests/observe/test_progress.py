@@ -159,7 +159,6 @@ def test_a_model_that_cannot_be_compiled_is_said_to_run_in_pytorch(caplog, monke
         raise IndexError("no such node")
 
     monkeypatch.setattr(Backend, "_compile", fail)
-    monkeypatch.setattr(Backend, "_for_rows", fail)
     trained("warning", steps=3)
     warning, line = said(caplog)
     assert "no such node" in warning

@@ -9,10 +9,11 @@ import torch
 
 import ort_accel
 from ort_accel.cli.benchmark.workload import Workload, batch_of, build
+from ort_accel.graph.meta_keys import OUTLIVES_GRAPH, RUNS_AFTER
 from ort_accel.partition import delay_large_values
 from ort_accel.partition.assign import Refusal
-from ort_accel.partition.delay_large_values import LASTS, keep_apart
-from ort_accel.partition.segments import BEHIND, assign, cut
+from ort_accel.partition.delay_large_values import keep_apart
+from ort_accel.partition.segments import assign, cut
 from ort_accel.reporting import GraphMemory, Reason
 from tests.partition.test_segments import graph_of
 from tests.recompute.models import ALIKE, ALL_ROWS, NAMES, assert_same_bits, one_step, plain, recorded
@@ -32,9 +33,9 @@ def cuts_of(function, *inputs, is_again=True):
     graph = graph_of(function, *inputs)
     for node in graph.nodes:
         if node.op == "placeholder":
-            node.meta[LASTS] = True
+            node.meta[OUTLIVES_GRAPH] = True
         if is_again and node.target is AGAIN:
-            node.meta[BEHIND] = tuple(item.name for item in graph.nodes if item.target is aten.cos.default)
+            node.meta[RUNS_AFTER] = tuple(item.name for item in graph.nodes if item.target is aten.cos.default)
     assignment = assign(graph, lambda node: Refusal(Reason.WISH) if node.target in IN_PYTORCH else None)
     before = cut(graph, assignment)
     after = keep_apart(before, assignment.free)

@@ -9,9 +9,12 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ort_accel
+from ort_accel.config.sections.precision import CastPropagation
 from ort_accel.errors import ConfigError
-from ort_accel.passes.lower_precision import MOVABLE, move_casts
-from ort_accel.passes.remove_redundant_casts import CAST, propagate_casts
+from ort_accel.passes.common import CAST
+from ort_accel.passes.lower_precision import MOVABLE, lower_precision
+from ort_accel.passes.options import PassOptions
+from ort_accel.passes.remove_redundant_casts import remove_redundant_casts
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 STRATEGIES = ["flood_fill", "insert_and_reduce"]
@@ -21,8 +24,9 @@ X = torch.linspace(-3, 3, 24).reshape(4, 6)
 def moved(function, *inputs, allow=(), strategy="flood_fill"):
     """The graph after moving, how many were moved, and the types that each operator gives."""
     module = make_fx(function, tracing_mode="fake")(*inputs)
-    count = move_casts(module.graph, allow, strategy)
-    propagate_casts(module.graph)
+    options = PassOptions(casts=CastPropagation(level=2, allow=allow, strategy=strategy))
+    count = lower_precision(module.graph, options)
+    remove_redundant_casts(module.graph, PassOptions())
     module.graph.lint()
     module.recompile()
     results = module(*inputs)
@@ -39,7 +43,7 @@ def moved(function, *inputs, allow=(), strategy="flood_fill"):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_fed_from_the_smaller_type_and_read_in_it_computes_in_it(strategy):
+def test_an_operator_between_16_bit_operators_computes_in_16_bits(strategy):
     def function(x):
         return [torch.nn.functional.gelu((x @ x.t()).float()).to(BF16) @ x]
 
@@ -47,7 +51,7 @@ def test_what_is_fed_from_the_smaller_type_and_read_in_it_computes_in_it(strateg
     assert (count, types["gelu"], casts) == (1, BF16, 0)
 
 
-def test_what_is_not_allowed_stays_in_single_precision():
+def test_operators_that_are_not_allowed_stay_in_float32():
     def function(x):
         return [torch.nn.functional.gelu(x.float()).softmax(-1).to(BF16)]
 
@@ -56,7 +60,7 @@ def test_what_is_not_allowed_stays_in_single_precision():
     assert moved(function, X.to(BF16))[1] == {"gelu": F32, "_softmax": F32}
 
 
-def test_the_smaller_type_spreads_until_nothing_more_is_reached():
+def test_flood_fill_moves_whole_chains_of_operators():
     def function(x):
         wide = x.float()
         return [torch.relu(torch.tanh(wide.neg())).to(BF16).sin()]
@@ -66,14 +70,14 @@ def test_the_smaller_type_spreads_until_nothing_more_is_reached():
     assert set(types.values()) == {BF16}
 
 
-def test_it_spreads_towards_the_inputs_too():
+def test_flood_fill_also_moves_operators_before_a_cast():
     def function(x):
         return [torch.tanh(x).t().to(F16).sin()]
 
     assert moved(function, X, allow=("Tanh",))[1]["tanh"] == F16
 
 
-def test_flood_fill_leaves_alone_what_single_precision_feeds_and_insert_and_reduce_does_not():
+def test_only_insert_and_reduce_moves_operators_with_float32_inputs():
     def function(x, y):
         return [x.to(BF16).sin(), torch.tanh(y).sum(0)]
 
@@ -81,7 +85,7 @@ def test_flood_fill_leaves_alone_what_single_precision_feeds_and_insert_and_redu
     assert moved(function, X, X, allow=("Tanh",), strategy="insert_and_reduce")[1]["tanh"] == BF16
 
 
-def test_with_one_input_in_single_precision_a_result_of_it_stays_so():
+def test_an_operator_with_one_float32_input_stays_in_float32():
     def function(x, y):
         return [(x.float() + y).sum(0)]
 
@@ -93,13 +97,13 @@ def test_without_autocast_nothing_moves():
     assert moved(lambda x: [torch.tanh(x)], X, allow=("Tanh",), strategy="insert_and_reduce")[0] == 0
 
 
-def test_copies_move_by_themselves_and_keep_every_bit():
+def test_clones_always_move_and_keep_every_bit():
     def function(x):
         return [x.float().t().clone(memory_format=torch.contiguous_format).to(BF16).sin()]
 
     module = make_fx(function, tracing_mode="fake")(X.to(BF16))
-    assert move_casts(module.graph, (), "flood_fill") == 1
-    propagate_casts(module.graph)
+    assert lower_precision(module.graph, PassOptions(casts=CastPropagation(level=2))) == 1
+    remove_redundant_casts(module.graph, PassOptions())
     module.recompile()
     assert torch.equal(module(X.to(BF16))[0], function(X.to(BF16))[0])
     assert not module.graph.find_nodes(op="call_function", target=CAST)
@@ -130,7 +134,7 @@ def gradients(model, *inputs, dtype=None):
 
 
 @pytest.mark.parametrize(("strategy", "dtype"), list(itertools.product(STRATEGIES, [BF16, F16])), ids=str)
-def test_a_steps_error_against_float64_is_that_of_eagers_autocast(strategy, dtype):
+def test_the_error_of_a_step_is_that_of_eager_autocast(strategy, dtype):
     torch.manual_seed(0)
     eager, x = Net(), torch.randn(64, 16)
     exact = gradients(copy.deepcopy(eager).double(), x.double())
@@ -147,7 +151,7 @@ def test_a_steps_error_against_float64_is_that_of_eagers_autocast(strategy, dtyp
 
 
 @pytest.mark.parametrize("name", ["LayerNormalization", "ReduceMean", "Exp"])
-def test_what_must_stay_in_single_precision_cannot_be_allowed(name):
+def test_operators_that_must_compute_in_float32_cannot_be_allowed(name):
     with pytest.raises(ConfigError, match=rf"allow: {name} cannot be moved into the smaller type; allowed are Add, "):
         ort_accel.accelerate(Net(), {"precision": {"cast_propagation": {"level": 2, "allow": [name]}}})
 

@@ -10,21 +10,22 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ort_accel
-from ort_accel.passes.remove_clones import COPY, leave_out_copies
+from ort_accel.passes.options import PassOptions
+from ort_accel.passes.remove_clones import CLONE, remove_clones
 from tests.against_eager import assert_step_as_eager
 
 X = torch.tensor([[0.1, -0.0, float("nan")], [float("inf"), 1e-40, 3.0]])
 
 
 def copies(module: fx.GraphModule) -> int:
-    return len(module.graph.find_nodes(op="call_function", target=COPY))
+    return len(module.graph.find_nodes(op="call_function", target=CLONE))
 
 
 def left_after(function) -> int:
     """How many copies are left; the results are the same bits, and lie in memory of their own as before."""
     module = make_fx(function, tracing_mode="fake")(X)
     before = copies(module)
-    assert leave_out_copies(module.graph) == before - copies(module)
+    assert remove_clones(module.graph, PassOptions()) == before - copies(module)
     module.graph.lint()
     module.recompile()
     given, expected = X.clone(), X.clone()
@@ -34,7 +35,7 @@ def left_after(function) -> int:
     return copies(module)
 
 
-def test_what_is_only_read_need_not_be_copied():
+def test_clones_that_are_only_read_are_removed():
     assert left_after(lambda x: [x.sin().clone().cos(), x.exp().t().clone().unsqueeze(0).cos()]) == 0
 
 
@@ -54,7 +55,7 @@ def test_what_is_only_read_need_not_be_copied():
     ids=["input", "look at an input", "other order", "spread", "source returned", "returned", "look returned",
          "source changed", "changed"],
 )  # fmt: skip
-def test_a_copy_that_makes_a_difference_stays(function):
+def test_clones_that_make_a_difference_stay(function):
     assert left_after(function) == 1
 
 
@@ -69,7 +70,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize(("probability", "count"), [(0.0, 1), (0.1, 0)])
-def test_a_dropout_that_drops_nothing_copies_nothing(probability, count):
+def test_the_clone_of_a_dropout_with_probability_zero_is_removed(probability, count):
     eager = Dropping(probability)
     ours = ort_accel.accelerate(copy.deepcopy(eager), {"observe": {"log_level": "error"}})
     assert_step_as_eager(eager, ours, torch.randn(4, 8))

@@ -10,7 +10,9 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ort_accel
-from ort_accel.passes.remove_redundant_casts import CAST, propagate_casts
+from ort_accel.passes.common import CAST
+from ort_accel.passes.options import PassOptions
+from ort_accel.passes.remove_redundant_casts import remove_redundant_casts
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -27,7 +29,7 @@ def left_after(function, *inputs) -> int:
     """How many casts are left; the results are the same bits."""
     module = traced(function, *inputs)
     before = casts(module)
-    count = propagate_casts(module.graph)
+    count = remove_redundant_casts(module.graph, PassOptions())
     module.graph.lint()
     module.recompile()
     given, expected = module(*(item.clone() for item in inputs)), function(*(item.clone() for item in inputs))
@@ -39,16 +41,16 @@ def left_after(function, *inputs) -> int:
 X = torch.tensor([[0.1, -0.0, float("nan")], [float("inf"), 1e-40, 3.0]])
 
 
-def test_a_tensor_is_cast_into_a_type_once():
+def test_a_tensor_is_cast_to_a_dtype_once():
     assert left_after(lambda x: [x.to(BF16).sin(), x.to(BF16).cos(), x.to(F16).exp()], X) == 2
 
 
 @pytest.mark.parametrize(("narrow", "wide"), [(BF16, F32), (F16, F32), (F32, F64), (BF16, F64)])
-def test_a_cast_into_a_wider_type_and_back_is_left_out(narrow, wide):
+def test_a_cast_to_a_wider_dtype_and_back_is_removed(narrow, wide):
     assert left_after(lambda x: x.to(wide).to(narrow).sin(), X.to(narrow)) == 0
 
 
-def test_so_it_is_with_views_between():
+def test_a_round_trip_with_views_between_is_removed():
     def function(x):
         return x.to(F32).t().unsqueeze(0).to(BF16).sin()
 
@@ -65,19 +67,19 @@ def test_so_it_is_with_views_between():
     ],
     ids=["narrower and back", "through another narrow type", "into a third type", "work between"],
 )
-def test_a_cast_that_rounds_stays(function, given):
+def test_casts_that_round_stay(function, given):
     assert left_after(function, given) == 2
 
 
-def test_results_keep_memory_of_their_own():
+def test_results_do_not_share_memory():
     module = traced(lambda x: [x.to(BF16), x.to(BF16), x.to(F32).to(F32)], X)
-    propagate_casts(module.graph)
+    remove_redundant_casts(module.graph, PassOptions())
     module.recompile()
     results = module(X)
     assert len({result.data_ptr() for result in results}) == 3
 
 
-def test_what_is_written_into_is_cast_where_it_was():
+def test_a_tensor_that_is_mutated_is_cast_twice():
     def function(x):
         before = x.to(BF16).sin()
         x.mul_(2)
@@ -100,7 +102,7 @@ class Readers(nn.Module):
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_a_step_is_eagers_with_fewer_casts(level):
+def test_a_step_equals_eager_mode_with_fewer_casts(level):
     torch.manual_seed(0)
     eager = Readers()
     wish = {"engine": {"fallback": "report"}, "precision": {"cast_propagation": {"level": level}}}

@@ -49,7 +49,7 @@ UNIFORM = ["vector", "single", "number", "integer", "short", "batch"]
 
 
 @pytest.mark.parametrize("kind", UNIFORM)
-def test_a_value_for_all_chosen_positions_stays_in_one_graph(kind: str) -> None:
+def test_a_uniform_value_causes_no_graph_break(kind: str) -> None:
     eager, ours = pair(Masked(kind))
     for rows, length in [(2, 5), (3, 7), (2, 4)]:
         assert_step_as_eager(eager, ours, *batch(rows, length))
@@ -57,20 +57,20 @@ def test_a_value_for_all_chosen_positions_stays_in_one_graph(kind: str) -> None:
     assert not [item for item in report(ours).fallbacks if "index_put" in item.op or item.op == "a graph break"]
 
 
-def test_values_of_their_own_for_each_position_are_as_in_eager() -> None:
+def test_a_value_for_each_position_equals_eager_mode() -> None:
     eager, ours = pair(Masked("own"))
     for rows, length in [(2, 5), (3, 7)]:
         assert_step_as_eager(eager, ours, *batch(rows, length))
 
 
 @pytest.mark.parametrize("chosen", [False, True])
-def test_a_mask_of_nothing_or_of_everything_leaves_no_gradient_where_eager_has_none(chosen: bool) -> None:
+def test_an_empty_or_full_mask_gives_the_gradients_of_eager_mode(chosen: bool) -> None:
     eager, ours = pair(Masked("vector"))
     x, rows, cells = batch(2, 5)
     assert_step_as_eager(eager, ours, x, torch.full_like(rows, chosen), cells)
 
 
-def test_what_is_not_finite_and_not_chosen_reaches_no_gradient_of_the_value() -> None:
+def test_nan_at_unmasked_positions_does_not_reach_the_values_gradient() -> None:
     eager = Masked("vector")
     ours = ort_accel.accelerate(copy.deepcopy(eager))
     x, rows, cells = batch(2, 5)

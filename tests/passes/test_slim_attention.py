@@ -102,7 +102,7 @@ def test_results_equal_those_with_the_mask(name, key_heads, dtype, told):
 
 
 @pytest.mark.parametrize("seen", [True, False])
-def test_sequences_of_one_token(seen):
+def test_sequences_of_one_token_equal_those_with_the_mask(seen):
     query, key, value, _ = operands(2, torch.float32, tokens=1)
     mask = torch.full((1, 1, 1, 1), seen)
     out, _ = LEAN_FORWARD(query, key, value, mask, False, None)
@@ -110,7 +110,7 @@ def test_sequences_of_one_token(seen):
     torch.testing.assert_close(out, expected, equal_nan=True)
 
 
-def test_other_queries_than_keys_are_never_causal():
+def test_attention_with_fewer_queries_than_keys_is_not_causal():
     query, key, value, _ = operands(2, torch.float32)
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()[:4]
     out, _ = LEAN_FORWARD(query[:, :, :4], key, value, mask, False, None)
@@ -171,7 +171,7 @@ def test_one_graph_serves_all_masks_of_a_model(key_heads):
     assert counters[COUNTER] == 2 * compiled // 2  # two layers in each pair of graphs
 
 
-def test_a_mask_that_changes_in_place_is_looked_at_again():
+def test_a_mask_that_changes_in_place_takes_effect():
     class Attends(nn.Module):
         def __init__(self):
             super().__init__()
@@ -209,7 +209,7 @@ class Grouped(nn.Module):
 
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("fusions", ["auto", False])
-def test_repeated_keys_are_kept_only_where_something_else_reads_them(reads, fusions):
+def test_repeated_keys_stay_only_for_other_readers(reads, fusions):
     eager = Grouped(reads)
     ours = ort_accel.accelerate(copy.deepcopy(eager), {"compute": {"fusions": fusions}})
     x = torch.randn(2, 5, 8)
@@ -219,7 +219,7 @@ def test_repeated_keys_are_kept_only_where_something_else_reads_them(reads, fusi
     assert ort_accel.report(ours).counters[COUNTER] == (not reads and fusions == "auto")
 
 
-def test_a_mask_of_numbers_stays_with_the_kernel():
+def test_a_mask_of_other_numbers_stays():
     class Biased(nn.Module):
         def forward(self, query, key, value, bias):
             mask = torch.where(LOWER, bias, -torch.inf)

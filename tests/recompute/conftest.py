@@ -1,4 +1,4 @@
-"""What all tests of recomputation need."""
+"""A fixture for all tests of recompute."""
 
 import pytest
 
@@ -7,6 +7,7 @@ from ort_accel.partition import merge_small_segments
 
 @pytest.fixture(autouse=True)
 def every_operator_keeps_its_runner(monkeypatch):
-    """The same kernels run wherever a step is cut for what is computed again or moved. In models as small as these,
-    most of what ONNX Runtime runs between parts of PyTorch is an island, and the cuts would decide what is one."""
+    """Keep the runner of every operator, wherever recompute and offload cut the step.
+
+    In small models, most segments of ONNX Runtime are small enough to be merged into segments of PyTorch."""
     monkeypatch.setattr(merge_small_segments, "MOST_ELEMENTS", 0)

@@ -1,4 +1,4 @@
-"""Small models with dropout, and what they are compared by."""
+"""Small models with dropout, their steps, and comparisons of steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.against_eager import Trace, step
 NAMES = ("bert", "gpt2", "llama", "t5")
 
 ALL_ROWS = {"density": {"labels": False, "padding": False}, "compute": {"upstream": False, "placement": "fixed"}}
-"""Settings with which BERT computes rows that its classifier does not read; the others compute all rows anyway."""
+"""Settings with which BERT computes rows that its classifier does not read. Other models compute all rows."""
 
 ALIKE = {"observe": {"log_level": "error"}, "compute": {"placement": "fixed"}}
-"""Divided as models are that save memory, so that bits and bytes can be compared."""
+"""Fixed placement, as under settings that save memory, so that bits and bytes can be compared."""
 
 
 def size(name: str, rows: int, layers: int = 2) -> Workload:
@@ -39,14 +39,14 @@ def accelerated(name: str, memory: dict[str, Any], layers: int = 2, **config: An
 
 
 def recorded(model: nn.Module) -> GraphMemory:
-    """What was recorded of the graph that was compiled last."""
+    """Return the record of the graph that was compiled last."""
     return list(ort_accel.report(model).memory.values())[-1]
 
 
 def one_step(
     name: str, memory: dict[str, Any], rows: int = 2, layers: int = 2, **config: Any
 ) -> tuple[Trace, GraphMemory]:
-    """A step with these memory settings, and what was recorded of it."""
+    """Run a step with these memory settings, and return it with its record."""
     model = accelerated(name, memory, layers, **config)
     trace = step(model, **model_and_batch(name, rows, layers)[1])
     return trace, recorded(model)
@@ -54,7 +54,7 @@ def one_step(
 
 @cache
 def plain(name: str, all_rows: bool = False, rows: int = 2, layers: int = 2) -> tuple[Trace, GraphMemory]:
-    """The step with nothing computed again."""
+    """Run the step without recompute."""
     return one_step(name, {"level": 0}, rows, layers, **(ALL_ROWS if all_rows else {}))
 
 

@@ -1,4 +1,4 @@
-"""A budget: the peak of a step stays within it, the less of it the more is computed again, and no gradient changes."""
+"""A budget limits the peak of a step and changes no gradient; a smaller one recomputes more."""
 
 from dataclasses import replace
 from functools import cache
@@ -15,10 +15,10 @@ from tests.recompute.models import ALIKE, NAMES, assert_same_bits, one_step, pla
 from tests.tiers import mostly_long
 
 ROWS = 16
-"""Enough that what is kept for the backward outweighs the parameters."""
+"""Enough that saved values outweigh the parameters."""
 
 LAYERS = 3
-"""One of them is there at the highest moment, whatever is computed again."""
+"""One layer is live at the peak under every plan."""
 
 
 @cache
@@ -36,39 +36,39 @@ def test_a_budget_is_kept_and_changes_no_bit(name):
     assert memory.stash < memory.stash_without
 
 
-def test_a_smaller_budget_contains_the_choice_of_a_larger_one(monkeypatch):
+def test_a_smaller_budget_recomputes_all_that_a_larger_one_does(monkeypatch):
     seen = []
 
-    def noted(share, sequences):
-        seen.append(budget.within(share, sequences))
+    def noted(share, frontiers):
+        seen.append(budget.within(share, frontiers))
         return seen[-1]
 
     monkeypatch.setattr(planner, "within", noted)
     memory = one_step("gpt2", {"budget": 0.7}, ROWS)[1]
-    [sequence] = seen
-    assert [choice.step.peak for choice in sequence] == [peak.bytes for peak in memory.frontier]
-    chosen = [budget.within(share / 100, [iter(sequence)])[-1] for share in range(100, 69, -5)]
+    [points] = seen
+    assert [point.step.peak_bytes for point in points] == [peak.bytes for peak in memory.frontier]
+    chosen = [budget.within(share / 100, [iter(points)])[-1] for share in range(100, 69, -5)]
     for larger, smaller in pairwise(chosen):
-        assert larger.chosen.nodes <= smaller.chosen.nodes
-        assert larger.cost <= smaller.cost
-        assert smaller.step.peak <= larger.step.peak
-    assert len({choice.step.peak for choice in chosen}) > 2
+        assert larger.chosen.recomputed <= smaller.chosen.recomputed
+        assert larger.cost_ms <= smaller.cost_ms
+        assert smaller.step.peak_bytes <= larger.step.peak_bytes
+    assert len({point.step.peak_bytes for point in chosen}) > 2
 
 
-def test_a_budget_that_holds_everything_computes_nothing_again():
+def test_a_budget_above_the_peak_recomputes_nothing():
     memory = within("bert", "1GiB")[1]
     assert memory.repeated == 0
     assert len(memory.frontier) == 1
 
 
-def test_what_cannot_be_kept_is_an_error_that_says_what_can():
+def test_an_infeasible_budget_names_the_smallest_one():
     with pytest.raises(OrtAccelError, match="the smallest budget that can be kept is") as error:
         within("bert", 0.1)
     smallest = float(str(error.value).partition("can be kept is ")[2].partition(";")[0])
     assert within("bert", smallest)[1].frontier[-1].bytes <= smallest * within("bert", "1GiB")[1].frontier[0].bytes
 
 
-def test_parameters_and_optimizer_states_are_in_the_account():
+def test_the_predicted_peak_includes_parameters_and_optimizer_states():
     memory = within("bert", "1GiB")[1]
     peak = memory.frontier[0]
     assert peak.bytes - peak.resident > memory.stash
@@ -77,7 +77,7 @@ def test_parameters_and_optimizer_states_are_in_the_account():
 
 @pytest.mark.parametrize("early", [False, True], ids=["at the end", "early"])
 def test_a_budget_can_save_what_a_level_can(early):
-    """Also where most of what is kept, the scores of many words, is needed at once in the backward."""
+    """A budget also works if the backward reads most saved values, the logits, at once."""
     workload = replace(size("llama", ROWS), vocab=4096)
     memory = {"early_gradient_release": early}
     optimizer = {"name": "adamw_ort_fused", "step_in_backward": early}

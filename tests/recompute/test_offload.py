@@ -1,6 +1,6 @@
-"""Values that lie in host memory between forward and backward come back to the bit, where a budget finds that cheapest.
+"""Offload: a budget moves values to host memory if that is cheapest, and they come back bit for bit.
 
-The tests move values on the CPU, where every copy is made as late as it may be: when its end is waited for.
+The tests offload on the CPU. Every copy is made as late as possible: when the program waits for it.
 """
 
 import copy
@@ -15,18 +15,24 @@ from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ort_accel
-from ort_accel.compiler import backend
+from ort_accel.compiler import settings
 from ort_accel.errors import OrtAccelError
 from ort_accel.kernels import host_copies
 from ort_accel.observe.memory import render_memory
 from ort_accel.recompute import offload, offload_schedule, planner
-from ort_accel.recompute.budget import Chosen, choices
+from ort_accel.recompute.budget import Chosen, frontier
 from ort_accel.recompute.memory_pools import Moment
-from ort_accel.recompute.offload import Move
-from ort_accel.recompute.offload_schedule import Station, Way, coming, leaving, waiting
-from ort_accel.recompute.peak_memory import Timeline
-from ort_accel.recompute.plans import Place
-from ort_accel.recompute.saved_values import Kept
+from ort_accel.recompute.offload import OffloadSite
+from ort_accel.recompute.offload_schedule import (
+    PassTiming,
+    SyncPoint,
+    schedule_offload,
+    schedule_prefetch,
+    stall_ms,
+)
+from ort_accel.recompute.peak_memory import StepMemory
+from ort_accel.recompute.plans import RecomputeSite
+from ort_accel.recompute.saved_values import SavedValue
 from ort_accel.reporting import PlanKind
 from ort_accel.runtime import device
 from ort_accel.runtime.host_memory import HostMemory
@@ -36,7 +42,7 @@ from tests.tiers import mostly_long
 
 
 class LateMemory(HostMemory):
-    """Host memory whose copies hold nonsense until somebody waits for them."""
+    """Host memory whose copies hold NaN until the program waits for them."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"))
@@ -60,19 +66,19 @@ class LateMemory(HostMemory):
 
 @pytest.fixture
 def late(monkeypatch):
-    """Models on the CPU may move values, however small, as on a device whose memory ONNX Runtime and PyTorch share."""
+    """Let models on the CPU offload values of every size, as on a device whose memory pool is shared."""
     memory = LateMemory()
     monkeypatch.setattr(host_copies, "host_memory", lambda _: memory)
-    monkeypatch.setattr(backend, "place_for", lambda *_: device.Place(torch_memory=True))
+    monkeypatch.setattr(settings, "place_for", lambda *_: device.Place(torch_memory=True))
     monkeypatch.setattr(offload, "LEAST_BYTES", 1)
     return memory
 
 
 def move_some(monkeypatch, share):
-    """Let a budget move a share of all values, by chance, and compute nothing again."""
+    """Let a budget offload a random share of all values, and recompute nothing."""
 
-    def chosen(_, sequences):
-        [plain, _] = sequences
+    def chosen(_, frontiers):
+        [plain, _] = frontiers
         first = next(plain)
         return [first, dataclasses.replace(first, chosen=Chosen(moved=frozenset(drawn[-1])))]
 
@@ -87,7 +93,7 @@ def move_some(monkeypatch, share):
 
 
 def losses_at_once(model, batch):
-    """Gradients that are accumulated over two forwards in a row, one backward twice, and a forward without backward."""
+    """Accumulate gradients of two forwards, run one backward twice, and one forward without backward."""
     model.zero_grad()
     torch.manual_seed(1)
     first, second = model(**batch).loss, model(**batch).loss
@@ -100,7 +106,7 @@ def losses_at_once(model, batch):
 
 @torch._functorch.config.patch(donated_buffer=False)  # which forbids a second backward
 @pytest.mark.parametrize(("name", "share"), mostly_long([("bert", 1.0), ("gpt2", 0.5)], ("gpt2", 0.5)))
-def test_what_was_moved_comes_back_to_the_bit(late, monkeypatch, name, share):
+def test_offloaded_values_come_back_bit_for_bit(late, monkeypatch, name, share):
     plain = accelerated(name, {"level": 0})
     batch = model_and_batch(name)[1]
     trace, together = step(plain, **batch), losses_at_once(plain, batch)
@@ -118,8 +124,7 @@ def test_what_was_moved_comes_back_to_the_bit(late, monkeypatch, name, share):
 
 
 class Chain(nn.Module):
-    """Layers that all keep something of one size. What is drawn cannot be computed again, and the rest not without the
-    one before."""
+    """Layers that each save values of one size. Random factors cannot be recomputed."""
 
     def __init__(self, layers):
         super().__init__()
@@ -136,7 +141,7 @@ def on_a_budget(model, budget, *, offload):
     return ort_accel.accelerate(copy.deepcopy(model), settings)
 
 
-def test_a_budget_below_what_recomputation_reaches_is_kept_by_moving_values(late, monkeypatch):
+def test_offload_keeps_a_budget_that_recompute_alone_cannot(late, monkeypatch):
     monkeypatch.setattr(offload_schedule, "LINK_BYTES_PER_MS", 500e3)
     torch.manual_seed(0)
     model, batch = Chain(8), torch.randn(1024, 64)
@@ -162,12 +167,12 @@ def test_a_budget_below_what_recomputation_reaches_is_kept_by_moving_values(late
     assert late.is_empty()
 
 
-def test_a_budget_that_nothing_keeps_says_the_smallest_with_moves(late):
+def test_an_infeasible_budget_names_the_smallest_one_with_offload(late):
     with pytest.raises(OrtAccelError, match="everything computed again or moved that can be"):
         step(on_a_budget(Chain(2), 0.01, offload=True), torch.randn(64, 64))
 
 
-WAY = Way(clock=[0.0, 1.0, 2.0, 3.0, 4.0], at={"early": 1, "late": 3})
+TIMING = PassTiming(starts_ms=[0.0, 1.0, 2.0, 3.0, 4.0], boundary={"early": 1, "late": 3})
 
 
 @pytest.fixture
@@ -175,52 +180,54 @@ def slow(monkeypatch):
     monkeypatch.setattr(offload_schedule, "LINK_BYTES_PER_MS", 1.0)
 
 
-def test_values_go_behind_their_last_reader_one_after_the_other_and_are_gone_when_copied(slow):
+def test_copies_start_after_the_last_reader_and_run_one_after_the_other(slow):
     sizes = {"early": 2, "late": 2}
-    stations = leaving(WAY, sizes)
-    assert stations == [Station(1, ("early",), ()), Station(3, ("late",), ("early",)), Station(4, (), ("late",))]
-    assert waiting(WAY, stations, sizes) == 1, "the last copy takes a millisecond longer than the forward"
+    points = schedule_offload(TIMING, sizes)
+    assert points == [SyncPoint(1, ("early",), ()), SyncPoint(3, ("late",), ("early",)), SyncPoint(4, (), ("late",))]
+    assert stall_ms(TIMING, points, sizes) == 1, "the last copy takes a millisecond longer than the forward"
 
 
-def test_values_begin_to_come_as_late_as_the_queue_allows(slow):
+def test_prefetches_start_as_late_as_the_link_allows(slow):
     sizes = {"early": 1, "late": 1}
-    stations = coming(WAY, sizes)
-    assert stations == [Station(0, ("early",), ()), Station(1, (), ("early",)), *later(2, "late")]
-    assert waiting(WAY, stations, sizes) == 0
+    points = schedule_prefetch(TIMING, sizes)
+    assert points == [SyncPoint(0, ("early",), ()), SyncPoint(1, (), ("early",)), *later(2, "late")]
+    assert stall_ms(TIMING, points, sizes) == 0
     crowded = {"early": 1, "late": 4}
-    assert waiting(WAY, coming(WAY, crowded), crowded) == 2, "five milliseconds of copies, three before the last reader"
+    assert stall_ms(TIMING, schedule_prefetch(TIMING, crowded), crowded) == 2, (
+        "five milliseconds of copies, three before the last reader"
+    )
 
 
 def later(node, name):
-    return [Station(node, (name,), ()), Station(node + 1, (), (name,))]
+    return [SyncPoint(node, (name,), ()), SyncPoint(node + 1, (), (name,))]
 
 
-def test_many_values_share_few_stations(slow):
-    way = Way(clock=list(range(101)), at={str(place): place for place in range(100)})
-    assert len(leaving(way, dict.fromkeys(way.at, 1))) <= 2 * offload_schedule.GROUPS
+def test_many_values_share_few_sync_points(slow):
+    timing = PassTiming(starts_ms=list(range(101)), boundary={str(place): place for place in range(100)})
+    assert len(schedule_offload(timing, dict.fromkeys(timing.boundary, 1))) <= 2 * offload_schedule.COPY_GROUPS
 
 
 class Queue:
-    """Moves that cost so many milliseconds each where they are alone, and ten times as many beside others."""
+    """Offload costs: the given milliseconds for a single value, and ten times as many for several."""
 
     def __init__(self, alone):
         self.alone = alone
 
-    def cost(self, names):
+    def cost_ms(self, names):
         return sum(self.alone[name] for name in names) * (1 if len(names) == 1 else 10)
 
 
-def options(again, moved):
-    """Values of a KiB, each of which can be computed again or moved in so many milliseconds."""
+def candidates(again, moved):
+    """Values of a KiB that can be recomputed or offloaded in the given milliseconds."""
     graph, queue = fx.Graph(), Queue(moved)
-    kept = {name: Kept(graph.create_node("call_function", torch.relu, (), {}, name)) for name in again}
+    kept = {name: SavedValue(graph.create_node("call_function", torch.relu, (), {}, name)) for name in again}
     for item in kept.values():
         item.node.meta["val"] = torch.empty(256, device="meta")
     places = [
-        Place("Relu+", PlanKind.RECOMPUTE, frozenset([kept[n].node]), (kept[n],), cost=cost)
+        RecomputeSite("Relu+", PlanKind.RECOMPUTE, frozenset([kept[n].node]), (kept[n],), cost_ms=cost)
         for n, cost in again.items()
     ]
-    return [*places, *(Move(item, queue) for item in kept.values())]
+    return [*places, *(OffloadSite(item, queue) for item in kept.values())]
 
 
 @pytest.mark.parametrize(
@@ -228,16 +235,16 @@ def options(again, moved):
     [
         ({"a": 5.0}, {"a": 1.0}, {"a"}),
         ({"a": 1.0}, {"a": 5.0}, set()),
-        ({"a": 5.0, "b": 5.0}, {"a": 1.0, "b": 2.0}, {"a"}),  # the second would wait behind the first
+        ({"a": 5.0, "b": 5.0}, {"a": 1.0, "b": 2.0}, {"a"}),  # the second copy would wait for the first
     ],
 )
-def test_the_cheapest_is_chosen_for_each_value(again, moved, names):
-    def foresee(chosen):
-        assert not chosen.as_bits
-        gone = chosen.moved.union(node.name for node in chosen.nodes)
+def test_each_value_is_recomputed_or_offloaded_whichever_is_cheaper(again, moved, names):
+    def predict(plan):
+        assert not plan.packs_masks
+        gone = plan.moved.union(node.name for node in plan.recomputed)
         live = {name: 1024 for name in again if name not in gone}
-        return Timeline(0, 0, own=16 * 2048, highest=[Moment(live, sum(live.values()))])
+        return StepMemory(0, 0, transient_bytes=16 * 2048, peaks=[Moment(live, sum(live.values()))])
 
-    *_, last = choices([options(again, moved)], (), foresee)
+    *_, last = frontier([candidates(again, moved)], (), predict)
     assert last.chosen.moved == names
-    assert {node.name for node in last.chosen.nodes} == set(again) - names
+    assert {node.name for node in last.chosen.recomputed} == set(again) - names

@@ -1,4 +1,4 @@
-"""Masks are kept as bits where memory is saved, and come back as they were."""
+"""Masks are packed into bits if memory is saved, and unpacked without a change."""
 
 import copy
 
@@ -15,11 +15,11 @@ from tests.against_eager import assert_step_as_eager, pair
 from tests.recompute.models import ALIKE, assert_same_bits, one_step, plain, recorded
 
 ROWS = 256
-"""Enough that the masks of a hidden size of 32 and 16 tokens are worth their bits."""
+"""Enough that masks of a hidden size of 32 and 16 tokens are packed."""
 
 
 @given(st.lists(st.integers(0, 9), max_size=4), st.randoms(use_true_random=False))
-def test_a_mask_comes_back(sizes, numbers):
+def test_unpacking_a_packed_mask_restores_it(sizes, numbers):
     mask = torch.tensor([numbers.random() < 0.5 for _ in range(torch.Size(sizes).numel())]).bool().reshape(sizes)
     bits = own.to_bits(mask)
     assert bits.numel() == -(-mask.numel() // 8)
@@ -28,41 +28,41 @@ def test_a_mask_comes_back(sizes, numbers):
     assert torch.equal(own.from_bits(own.to_bits(turned), list(turned.shape)), turned)
 
 
-def test_the_operators_are_registered_as_they_behave():
+def test_the_operators_match_their_schemas():
     mask = torch.rand(3, 5) < 0.5
     torch.library.opcheck(own.to_bits.default, (mask,))
     torch.library.opcheck(own.from_bits.default, (own.to_bits(mask), [3, 5]))
 
 
 @pytest.mark.parametrize("memory", [{"level": 1}, {"level": 2}, {}, {"budget": 0.9}], ids=str)
-def test_gradients_stay_to_the_bit(memory):
+def test_packing_changes_no_bit_of_the_gradients(memory):
     trace, record = one_step("bert", memory, ROWS)
     assert_same_bits(trace, plain("bert", rows=ROWS)[0])
     assert 8 * record.bits == record.masks > 0
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_others_do_so_too(name):
+def test_other_models_keep_their_gradients_bit_for_bit(name):
     trace, record = one_step(name, {"level": 1}, ROWS)
     assert_same_bits(trace, plain(name, rows=ROWS)[0])
     assert record.masks > 0
 
 
-def test_level_0_keeps_what_it_is_told_to():
+def test_level_0_packs_no_masks():
     assert one_step("bert", {"level": 0}, ROWS)[1].masks == 0
 
 
-def test_small_masks_are_not_worth_it():
+def test_small_masks_are_not_packed():
     assert one_step("bert", {"level": 1})[1].masks == 0
 
 
-def test_bits_are_the_first_thing_that_a_budget_takes():
+def test_a_budget_packs_masks_first():
     without, first, *_ = one_step("bert", {"budget": 0.9}, ROWS)[1].frontier
     assert first.bytes < without.bytes
     assert first.cost_ms > without.cost_ms == 0
 
 
-def test_what_is_kept_is_told():
+def test_the_report_counts_packed_masks():
     record = one_step("bert", {"level": 1}, ROWS)[1]
     whole = plain("bert", rows=ROWS)[1].stash
     assert record.stash_without == whole
@@ -70,7 +70,7 @@ def test_what_is_kept_is_told():
 
 
 class Dropping(nn.Module):
-    """Drops along rows and, in another order in memory, along columns."""
+    """Applies dropout to a matrix and to a transposed one."""
 
     def __init__(self):
         super().__init__()
@@ -81,14 +81,14 @@ class Dropping(nn.Module):
         return nn.functional.dropout(self.second(x.mT), 0.3)
 
 
-def test_every_order_in_memory_and_every_size():
+def test_masks_of_every_memory_layout_and_size_are_packed():
     eager, ours = pair(Dropping(), {"memory": {"level": 1}})
     for batch in (3, 2, 5):
         assert_step_as_eager(eager, ours, torch.randn(batch, 256, 256), loss=lambda y: y.square().mean())
     assert recorded(ours).masks
 
 
-def test_sizes_that_change():
+def test_masks_of_dynamic_sizes_are_packed():
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Dropout(0.2), nn.Linear(512, 8))
     eager, ours = pair(layers, {"memory": {"level": 1}})
@@ -106,7 +106,7 @@ class Showing(nn.Module):
         return torch.where(mask, x * x, x), mask
 
 
-def test_a_mask_that_the_caller_gets_is_kept_as_it_is():
+def test_a_mask_that_the_model_returns_is_not_packed():
     model = ort_accel.accelerate(Showing(), ALIKE | {"memory": {"level": 1}})
     x = torch.randn(2 * LEAST_BYTES, requires_grad=True)
     result, mask = model(x)
@@ -116,7 +116,7 @@ def test_a_mask_that_the_caller_gets_is_kept_as_it_is():
     assert recorded(model).masks == 0
 
 
-def test_a_backward_can_come_twice():
+def test_a_backward_can_run_twice():
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(64, 512), nn.Dropout(0.2), nn.Linear(512, 8))
     eager, ours = copy.deepcopy(layers), ort_accel.accelerate(layers, ALIKE | {"memory": {"level": 1}})

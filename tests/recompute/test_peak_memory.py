@@ -1,4 +1,4 @@
-"""The predicted peak is that of the allocators: what ONNX Runtime's pool holds after a step, and PyTorch's."""
+"""The predicted peak of a step is that of the allocators of ONNX Runtime and PyTorch."""
 
 import os
 import resource
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import ort_accel
-from ort_accel.compiler import backend
+from ort_accel.compiler import settings
 from ort_accel.executor import torch_segment
 from ort_accel.kernels import embedding_backward, output_buffers
 from ort_accel.memory import malloc_settings
@@ -22,20 +22,20 @@ from tests.recompute.models import accelerated, model_and_batch
 from tests.tiers import mostly_long
 
 ROWS = 256
-"""Enough that ONNX Runtime's pool holds megabytes."""
+"""Enough that ONNX Runtime's arena holds megabytes."""
 
 
 def look(results, name, large):
-    """What ONNX Runtime's pool holds after a step, the graph's timeline and the report of its memory."""
-    for room in (backend, embedding_backward, output_buffers, torch_segment):
+    """Put what ONNX Runtime's arena holds after a step, the prediction, and the report of its memory."""
+    for room in (settings, embedding_backward, output_buffers, torch_segment):
         room.LARGE = large
     seen = []
 
     def noted(*how):
-        seen.append(timeline(*how))
+        seen.append(predict(*how))
         return seen[-1]
 
-    timeline, planner.timeline = planner.timeline, noted
+    predict, planner.predict_step = planner.predict_step, noted
     model = accelerated(name, {"level": 0}, observe={"log_level": "error", "memory_stats": True})
     step(model, **model_and_batch(name, ROWS)[1])
     model.zero_grad()
@@ -43,12 +43,12 @@ def look(results, name, large):
     release_unused()
     [memory] = ort_accel.report(model).memory.values()
     parameters = sum(parameter.nbytes for parameter in model.parameters())
-    results.put((held - in_use(), seen[-1].stages[0].held, seen[-1].peak, memory, parameters))
+    results.put((held - in_use(), seen[-1].stages[0].ort_held_bytes, seen[-1].peak_bytes, memory, parameters))
 
 
 @pytest.mark.parametrize("large", [128 << 10, 32 << 20], ids=["from 128 KiB on", "from 32 MiB on"])
 @pytest.mark.parametrize("name", mostly_long(["bert", "llama"], "bert"))
-def test_the_pool_holds_what_was_predicted(name, large):
+def test_the_arena_holds_what_was_predicted(name, large):
     held, predicted, peak, memory, parameters = asked(look, name, large)
     assert held == pytest.approx(predicted, rel=0.1)
     totals = [sum(stage.amounts.values()) for stage in memory.stages]
@@ -58,21 +58,21 @@ def test_the_pool_holds_what_was_predicted(name, large):
 
 
 @pytest.mark.parametrize(("large", "in_pool"), [(32 << 10, True), (32 << 20, False)])
-def test_a_large_result_of_pytorchs_counts_where_it_lies(monkeypatch, large, in_pool):
-    for room in (backend, embedding_backward, output_buffers, torch_segment):
+def test_a_large_result_of_pytorch_counts_in_the_pool_that_holds_it(monkeypatch, large, in_pool):
+    for room in (settings, embedding_backward, output_buffers, torch_segment):
         monkeypatch.setattr(room, "LARGE", large)
-    seen, timeline = [], planner.timeline
-    monkeypatch.setattr(planner, "timeline", lambda *how: seen.append(timeline(*how)) or seen[-1])
+    seen, predict = [], planner.predict_step
+    monkeypatch.setattr(planner, "predict_step", lambda *how: seen.append(predict(*how)) or seen[-1])
     model = nn.Sequential(nn.Embedding(3000, 64), nn.Linear(64, 1))
     quiet = {"log_level": "error", "memory_stats": True}
     ort_accel.accelerate(model, {"memory": {"level": 0}, "observe": quiet})
     model(torch.randint(0, 3000, (2, 5))).sum().backward()
     [step] = seen
-    assert (step.stages[0].held >= model[0].weight.nbytes) is in_pool
-    assert step.own >= model[0].weight.nbytes
+    assert (step.stages[0].ort_held_bytes >= model[0].weight.nbytes) is in_pool
+    assert step.transient_bytes >= model[0].weight.nbytes
 
 
-def test_gradients_that_are_used_up_within_the_backward_are_never_there_together():
+def test_gradients_that_are_released_early_are_never_live_together():
     early = {"level": 0, "early_gradient_release": True}
     optimizer = {"name": "adamw_ort_fused", "step_in_backward": True}
     model = accelerated("llama", early, optimizer=optimizer, observe={"log_level": "error", "memory_stats": True})
@@ -84,7 +84,7 @@ def test_gradients_that_are_used_up_within_the_backward_are_never_there_together
     assert gradients[-1] == 0
 
 
-def test_a_level_leaves_nothing_unused_in_the_pool_behind_the_backward():
+def test_a_level_leaves_nothing_unused_in_the_arena_after_the_backward():
     model = accelerated("llama", {"level": 1})
     step(model, **model_and_batch("llama", ROWS)[1])
     held = in_use()
@@ -93,14 +93,14 @@ def test_a_level_leaves_nothing_unused_in_the_pool_behind_the_backward():
 
 
 def take_again(results, variables):
-    """Whether freed memory is kept, and how many pages it takes to write to as much of it again."""
+    """Put whether the heap keeps freed memory, and the page faults of writing to as much of it again."""
     os.environ.update(variables)
     kept = keep_freed_blocks()
     results.put((kept, pages_written_again(2, 16, 2**22)))
 
 
 def pages_written_again(rounds, count, size):
-    """How many pages the last round takes that writes to so many blocks of a size and frees them."""
+    """Return the page faults of the last round, which writes to blocks of a size and frees them."""
     for _ in range(rounds):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         blocks = [torch.ones(size // 4) for _ in range(count)]
@@ -119,7 +119,7 @@ def pages_written_again(rounds, count, size):
         ("", "", False, False),
     ],
 )
-def test_whether_freed_blocks_are_joined_is_known_by_version_and_tunable(version, tunables, joins, gaps, monkeypatch):
+def test_version_and_tunable_tell_if_freed_blocks_are_merged(version, tunables, joins, gaps, monkeypatch):
     monkeypatch.setattr(malloc_settings.os, "confstr", lambda _: version)
     monkeypatch.setenv("GLIBC_TUNABLES", tunables)
     monkeypatch.setattr(malloc_settings, "joins_freed_blocks", joins_freed_blocks.__wrapped__)
@@ -130,7 +130,7 @@ def test_whether_freed_blocks_are_joined_is_known_by_version_and_tunable(version
 PAGES = 16 * 2**22 // 4096
 
 
-def test_freed_memory_is_kept_for_the_next_step_where_none_is_to_be_saved():
+def test_the_heap_keeps_freed_memory_for_the_next_step():
     kept, pages = asked(take_again, {})
     if not kept:
         pytest.skip("this C library cannot be told")
@@ -142,7 +142,7 @@ def test_freed_memory_is_kept_for_the_next_step_where_none_is_to_be_saved():
     [{"MALLOC_TRIM_THRESHOLD_": "1000000"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1000000"}],
     ids=["by a variable", "by a tunable"],
 )
-def test_what_the_library_was_told_holds(variables):
+def test_settings_of_the_user_stay(variables):
     kept, _ = asked(take_again, variables)
     assert not kept
 
@@ -151,8 +151,8 @@ ALL, LARGE_ONLY = (0, 0, True), (0, 32 << 20, False)
 
 
 @pytest.mark.parametrize(("level", "large", "lends"), mostly_long([ALL, LARGE_ONLY, (1, 0, False)], ALL, LARGE_ONLY))
-def test_onnx_runtime_lends_large_gradients_where_no_memory_is_to_be_saved(monkeypatch, level, large, lends):
-    monkeypatch.setattr(backend, "LARGE", large)
+def test_large_gradients_lie_in_the_arena_unless_memory_is_saved(monkeypatch, level, large, lends):
+    monkeypatch.setattr(settings, "LARGE", large)
     model = accelerated("bert", {"level": level})
     step(model, **model_and_batch("bert", 2)[1])
     owners = {parameter.grad.untyped_storage().resizable() for parameter in model.parameters()}

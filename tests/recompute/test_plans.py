@@ -1,4 +1,4 @@
-"""Plans, levels and checkpointing: less is kept, and every gradient stays what it was."""
+"""Plans, levels and checkpointing save memory and change no gradient."""
 
 import copy
 import json
@@ -20,8 +20,7 @@ from tests.tiers import mostly_long
 
 
 def plans_of(name):
-    """The plans that there are now: sizes that other tests of this process have changed are open, and clusters then
-    have other names."""
+    """Return the plans of a model. They depend on earlier tests: dynamic sizes change the names of clusters."""
     return one_step(name, {"level": 0})[1].plans
 
 
@@ -30,7 +29,7 @@ def row(memory, cluster):
 
 
 @pytest.mark.parametrize(("name", "level"), mostly_long([*((name, 1) for name in NAMES), ("bert", 2)], ("bert", 1)))
-def test_levels_keep_less_and_change_no_bit(name, level):
+def test_levels_save_memory_and_change_no_bit(name, level):
     trace, memory = one_step(name, {"level": level})
     assert_same_bits(trace, plain(name)[0])
     assert memory.layers == {"t5": 6}.get(name, 2)
@@ -50,7 +49,7 @@ def test_random_plans_change_no_bit(name, data):
     assert memory.stash < memory.stash_without
 
 
-def test_all_places_of_a_plan():
+def test_a_plan_covers_all_places():
     trace, memory = one_step("bert", {"level": 0, "plans": ["BiasGelu+:1:-1"]}, **ALL_ROWS)
     gelu = row(memory, "BiasGelu+")
     assert (gelu.requested, gelu.applied, gelu.frequency) == (-1, 2, 2)
@@ -58,13 +57,13 @@ def test_all_places_of_a_plan():
     assert_same_bits(trace, plain("bert", all_rows=True)[0])
 
 
-def test_exactly_one_place_of_a_plan():
+def test_a_plan_covers_exactly_one_place():
     memory = one_step("bert", {"level": 0, "plans": ["BiasGelu+:1:1"]}, **ALL_ROWS)[1]
     assert row(memory, "BiasGelu+").applied == memory.repeated == 1
     assert memory.stash_without - memory.stash == row(memory, "BiasGelu+").saving / 2
 
 
-def test_plans_as_a_file_of_hundreds(tmp_path):
+def test_a_plan_file_may_hold_hundreds_of_plans(tmp_path):
     rows = plans_of("bert")
     texts = [f"{row.cluster}:{row.kind}:-1" for row in rows] * 40
     file = tmp_path / "plans.json"
@@ -74,7 +73,7 @@ def test_plans_as_a_file_of_hundreds(tmp_path):
     assert_same_bits(trace, plain("bert")[0])
 
 
-def test_an_advanced_search_finds_what_a_basic_one_does_not():
+def test_an_advanced_search_finds_more_clusters():
     basic = {row.cluster for row in one_step("bert", {"level": 0, "probe": "0:0"}, **ALL_ROWS)[1].plans}
     advanced = {row.cluster for row in plain("bert", all_rows=True)[1].plans}
     assert "BiasGelu+" in basic < advanced
@@ -89,14 +88,14 @@ def test_an_advanced_search_finds_what_a_basic_one_does_not():
         ("BiasGelu+:2:-1", ["of type 1 only, not 2"]),
     ],
 )
-def test_a_plan_that_does_not_fit_says_what_there_is(plan, words):
+def test_a_plan_without_a_match_lists_the_clusters(plan, words):
     with pytest.raises(OrtAccelError) as error:
         one_step("bert", {"level": 0, "plans": [plan]})
     assert all(word in str(error.value) for word in words)
 
 
 @pytest.mark.long
-def test_sizes_that_can_change_stand_in_the_savings():
+def test_savings_are_expressions_of_dynamic_sizes():
     memory = one_step("bert", {"level": 0}, engine={"dynamic_shapes": True}, **ALL_ROWS)[1]
     saving = sympy.sympify(row(memory, "BiasGelu+").symbolic)
     assert {memory.symbols[str(symbol)] for symbol in saving.free_symbols} == {2, 16}
@@ -104,7 +103,7 @@ def test_sizes_that_can_change_stand_in_the_savings():
 
 
 @pytest.mark.long
-def test_other_lengths_compile_nothing_and_stay_right():
+def test_other_lengths_compile_nothing():
     eager, ours = pair(model_and_batch("bert")[0], {"memory": {"level": 1}, "observe": {"log_level": "error"}})
     batch = model_and_batch("bert")[1]
     for rows, length in [(2, 16), (2, 9), (2, 12), (2, 5)]:
@@ -114,7 +113,7 @@ def test_other_lengths_compile_nothing_and_stay_right():
 
 
 @pytest.mark.parametrize("level", mostly_long([0, 1], 1))
-def test_checkpointing_in_the_model_is_understood(level):
+def test_gradient_checkpointing_becomes_part_of_the_plan(level):
     model = accelerated("bert", {"level": level})
     model.gradient_checkpointing_enable()
     trace = step(model, **model_and_batch("bert")[1])
@@ -125,7 +124,7 @@ def test_checkpointing_in_the_model_is_understood(level):
     assert "ort_accel.kept.default" not in again, "masks are kept, not drawn again"
 
 
-def test_a_model_without_layers_is_warned_of(caplog):
+def test_a_model_without_layers_causes_a_warning(caplog):
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
     ours = ort_accel.accelerate(model, {"memory": {"level": 1}})
     with caplog.at_level(logging.WARNING, logger="ort_accel"):
@@ -134,7 +133,7 @@ def test_a_model_without_layers_is_warned_of(caplog):
     assert any("no transformer layer" in note for note in ort_accel.report(ours).notes)
 
 
-def test_a_smaller_copy_is_kept_where_a_cast_was():
+def test_type_2_saves_the_smaller_copy_before_a_cast():
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -176,7 +175,7 @@ def test_post_norm_and_pre_norm_layers_are_found(dropout, fusions):
         assert list(ort_accel.report(ours).memory.values())[-1].layers == 3
 
 
-def test_what_the_forward_overwrites_is_not_computed_from():
+def test_recompute_does_not_read_overwritten_inputs():
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,14 +1,14 @@
-"""The backward takes views anew from what they look at, so that no view is kept for it."""
+"""The backward recomputes views from their sources, so that no view is saved."""
 
 import torch
 from functorch.compile import aot_function, default_partition, make_boxed_func
 
 from ort_accel.graph.nodes import is_view
-from ort_accel.recompute.split_joint_graph import partition
+from ort_accel.recompute.split_joint_graph import split_joint_graph
 
 
 def kept(function, inputs, partition_fn):
-    """The nodes that the forward keeps for the backward, and the gradients."""
+    """Return the nodes that the forward saves for the backward, and the gradients."""
     found = []
 
     def divide(joint, joint_inputs, *, num_fwd_outputs, **more):
@@ -29,29 +29,29 @@ def attention(x, w):
     return (heads @ heads.transpose(-1, -2)).softmax(-1).transpose(1, 2).reshape(2, 5, 10).sin()
 
 
-def test_no_whole_view_is_kept():
+def test_no_view_of_a_whole_value_is_saved():
     inputs = [torch.randn(2, 5, 8), torch.randn(8, 8)]
     before, expected = kept(attention, inputs, default_partition)
-    after, got = kept(attention, inputs, partition)
+    after, got = kept(attention, inputs, split_joint_graph)
     assert any(is_view(node) for node in before)
     assert not any(is_view(node) for node in after)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_what_several_views_look_at_is_kept_once():
+def test_the_source_of_several_views_is_saved_once():
     def twice(x):
         y = x.exp()
         return y.view(6).sin().sum() + y.t().cos().sum()
 
-    after, _ = kept(twice, [torch.randn(2, 3)], partition)
+    after, _ = kept(twice, [torch.randn(2, 3)], split_joint_graph)
     assert len([node for node in after if isinstance(node.meta.get("val"), torch.Tensor)]) == 1
 
 
-def test_a_selection_is_kept_rather_than_all_it_was_taken_from():
+def test_a_selection_is_saved_rather_than_its_source():
     def first_token(x):
         return x.cos()[:, 0].exp().sin()
 
-    after, _ = kept(first_token, [torch.randn(4, 128, 8)], partition)
+    after, _ = kept(first_token, [torch.randn(4, 128, 8)], split_joint_graph)
     computed = [node for node in after if node.op != "placeholder"]
     assert all(node.meta["val"].numel() == 4 * 8 for node in computed)

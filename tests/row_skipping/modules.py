@@ -1,4 +1,4 @@
-"""Small modules with one attention, for tests of what the passes find in them."""
+"""Small modules with one attention, for tests of the row analysis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ReadOut = Callable[[Tensor], Tensor]
 
 
 class Attention(nn.Module):
-    """Attention of some tokens to others under a mask, and what is read of the result."""
+    """Self-attention under a mask, and a function that reads its result."""
 
     def __init__(self, read: ReadOut, mask: Callable[[Tensor], Tensor | None], **how: object) -> None:
         super().__init__()
@@ -26,29 +26,29 @@ class Attention(nn.Module):
         return self._read(self.attend(self.embed(ids), mask))
 
     def attend(self, x: Tensor, mask: Tensor) -> Tensor:
-        """The layer without what is around it."""
+        """Applies the layer alone."""
         q, k, v = (part.transpose(1, 2) for part in self.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2))
         found = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(mask), **self._how)
         return x + self.out(found.transpose(1, 2).flatten(2))
 
 
 def first_tokens(x: Tensor) -> Tensor:
-    """What a classifier reads."""
+    """Returns the tokens that a classifier reads."""
     return x[:, 0]
 
 
 def low() -> float:
-    """What hides a score. A number that a file holds would be an open one in the graph."""
+    """Returns the number that masks a score; a global number would become a symbolic one in the graph."""
     return torch.finfo(torch.float32).min
 
 
 def keys_of(mask: Tensor) -> Tensor:
-    """A mask that hides padded keys from all queries."""
+    """Returns a mask that hides padded keys from all queries."""
     return mask[:, None, None, :].bool()
 
 
 def padded(*kept: int, length: int = 9, left: bool = False) -> tuple[Tensor, Tensor]:
-    """Ids and mask of rows with so many real tokens."""
+    """Returns ids and mask of sequences with so many real tokens."""
     torch.manual_seed(sum(kept))
     place, counts = torch.arange(length), torch.tensor(kept)[:, None]
     mask = place >= length - counts if left else place < counts

@@ -1,4 +1,4 @@
-"""A module on the smaller graph that the passes write for it, run by PyTorch: nothing is lowered, all is compared."""
+"""Runs a module on its smaller graph by PyTorch, without lowering, and compares it with eager mode."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ EVERYTHING = Wishes()
 
 
 class Rewritten:
-    """Runs a module for the rows that count, where there are such, and notes what it ran on."""
+    """Runs a module on the rows that are needed, and records graphs and batches."""
 
     def __init__(self, module: nn.Module, wishes: Wishes = EVERYTHING, *, loss_only: bool = False) -> None:
         self.module, self._wishes, self._loss_only = module, wishes, loss_only
         self.proposals: list[Proposal] = []
         self.batches: list[Batch] = []
         self.graphs: list[fx.GraphModule] = []
-        """What was written, graph by graph."""
+        """The smaller graphs."""
         self.reasons: list[str] = []
-        """Why graphs were left whole."""
+        """The reasons for which graphs were left whole."""
         self.ran: Counter[str] = Counter()
         self.inputs: list[Sequence[Any]] = []
-        """The inputs of graphs, as they were compiled."""
+        """The inputs that graphs were compiled for."""
         self._call = torch.compile(module._call_impl, backend=self._compile, dynamic=True)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -44,18 +44,18 @@ class Rewritten:
 
     @property
     def proposal(self) -> Proposal:
-        """The last one."""
+        """The last proposal."""
         assert self.proposals, self.reasons
         return self.proposals[-1]
 
     @property
     def graph(self) -> fx.Graph:
-        """The one smaller graph."""
+        """The only smaller graph."""
         (module,) = self.graphs
         return module.graph
 
     def kept(self) -> list[tuple[int, int]]:
-        """For each set of rows of the last batch, how many count, of how many."""
+        """Returns the rows and the size of each row set of the last batch."""
         return self.batches[-1].densities
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -92,14 +92,14 @@ class Rewritten:
 
 
 def rewritten(module: nn.Module, *inputs: Any, wishes: Wishes = EVERYTHING, loss_only: bool = False) -> Rewritten:
-    """A copy of a module, compared with the module on one batch."""
+    """Returns a copy of a module that was compared with the module on one batch."""
     ours = Rewritten(copy.deepcopy(module), wishes, loss_only=loss_only)
     assert_as_eager(module, ours, *inputs)
     return ours
 
 
 def assert_as_eager(eager: nn.Module, ours: Rewritten, *inputs: Any, **named: Any) -> None:
-    """The same result, the same gradient of everything that has one, and the same random numbers."""
+    """Asserts equal results, equal gradients and equal random numbers."""
     wanted, got = outcome(eager, eager, *inputs, **named), outcome(ours.module, ours, *inputs, **named)
     assert wanted.keys() == got.keys()
     for name, value in wanted.items():
@@ -109,7 +109,7 @@ def assert_as_eager(eager: nn.Module, ours: Rewritten, *inputs: Any, **named: An
 
 
 def padding_left_out(module: nn.Module) -> Rewritten:
-    """A module on three padded batches, as in eager mode each, on a graph for their real tokens."""
+    """Asserts that three padded batches equal eager mode on a graph for their real tokens."""
     ours = Rewritten(module)
     for lengths in [(2, 5, 9), (9, 1, 4), (3, 3, 8, 6)]:
         ids, mask = padded(*lengths)
@@ -120,7 +120,7 @@ def padding_left_out(module: nn.Module) -> Rewritten:
 
 
 def outcome(module: nn.Module, call: Callable[..., Any], *inputs: Any, **named: Any) -> dict[str, Tensor | None]:
-    """What a step gives: the loss, gradients by name, and the state of the random numbers."""
+    """Returns a step's loss, its gradients by name, and the state of the random numbers."""
     module.zero_grad()
     torch.manual_seed(3)
     found = call(*inputs, **named)

@@ -1,4 +1,4 @@
-"""In front of a smaller graph: which rows a batch has, and whether the graph may run."""
+"""The tables of a batch tell which rows it has, and whether the smaller graph may run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.row_skipping.modules import Attention, first_tokens, keys_of, padded
 from tests.row_skipping.rewritten import Rewritten, rewritten
 
 
-def front_of(read: object, mask: object, *given: Tensor, **how: object) -> tuple[Rewritten, list[Tensor]]:
-    """A module that was compared with eager, and the inputs of its graph."""
+def inputs_of(read: object, mask: object, *given: Tensor, **how: object) -> tuple[Rewritten, list[Tensor]]:
+    """Returns a module that has run, and the inputs of its graph."""
     seen: list[list[Tensor]] = []
 
     class Seen(Rewritten):
@@ -26,22 +26,22 @@ def front_of(read: object, mask: object, *given: Tensor, **how: object) -> tuple
     return ours, seen[-1]
 
 
-def test_rows_and_places_are_each_others_inverse() -> None:
-    ours, inputs = front_of(first_tokens, keys_of, *padded(2, 5, 9))
+def test_gather_and_inverse_indices_undo_each_other() -> None:
+    ours, inputs = inputs_of(first_tokens, keys_of, *padded(2, 5, 9))
     batch = ours.proposal.front(inputs)
-    for rows, places in zip(batch.rows, batch.places, strict=True):
-        assert torch.equal(places[rows], torch.arange(len(rows)))
-        assert int((places == -1).sum()) == len(places) - len(rows)
-        assert torch.equal(rows, rows.sort().values)
+    for gather, inverse in zip(batch.gather_indices, batch.inverse_indices, strict=True):
+        assert torch.equal(inverse[gather], torch.arange(len(gather)))
+        assert int((inverse == -1).sum()) == len(inverse) - len(gather)
+        assert torch.equal(gather, gather.sort().values)
 
 
-def test_spans_tell_where_the_queries_and_keys_of_each_sequence_are() -> None:
-    ours, inputs = front_of(first_tokens, keys_of, *padded(2, 5, 9))
+def test_spans_give_the_queries_and_keys_of_each_sequence() -> None:
+    ours, inputs = inputs_of(first_tokens, keys_of, *padded(2, 5, 9))
     (spans,) = ours.proposal.front(inputs).spans
     assert spans.tolist() == [[0, 1, 0, 2, FULL], [1, 2, 2, 7, FULL], [2, 3, 7, 16, FULL]]
 
 
-def test_a_sequence_attends_fully_causally_or_as_its_mask_says() -> None:
+def test_spans_tell_full_causal_and_masked_sequences_apart() -> None:
     def stairs(mask: Tensor) -> Tensor:
         return keys_of(mask) & torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril()
 
@@ -56,13 +56,13 @@ def test_a_sequence_attends_fully_causally_or_as_its_mask_says() -> None:
 
     kinds = {}
     for name, mask in {"all": keys_of, "stairs": stairs, "holes": holes}.items():
-        ours, inputs = front_of(labelled, mask, *padded(9, 9))
+        ours, inputs = inputs_of(labelled, mask, *padded(9, 9))
         kinds[name] = ours.proposal.front(inputs).spans[0][:, 4].tolist()
     assert kinds == {"all": [FULL] * 2, "stairs": [CAUSAL] * 2, "holes": [MASKED] * 2}
 
 
-def test_without_tables_only_densities_are_found() -> None:
-    ours, inputs = front_of(first_tokens, keys_of, *padded(2, 5, 9))
+def test_without_tables_only_rows_are_counted() -> None:
+    ours, inputs = inputs_of(first_tokens, keys_of, *padded(2, 5, 9))
     batch = ours.proposal.front(inputs, with_tables=False)
     assert batch.tables == []
     assert batch.densities == [(3, 27), (16, 27)]
@@ -70,29 +70,29 @@ def test_without_tables_only_densities_are_found() -> None:
 
 
 def test_a_query_without_keys_does_not_fit() -> None:
-    ours, inputs = front_of(first_tokens, keys_of, *padded(2, 0, 9))
+    ours, inputs = inputs_of(first_tokens, keys_of, *padded(2, 0, 9))
     batch = ours.proposal.front(inputs)
     assert not batch.fits
     assert batch.tables == batch.densities == []
 
 
 def test_an_example_has_the_form_of_true_tables() -> None:
-    ours, inputs = front_of(first_tokens, keys_of, *padded(2, 5, 9))
+    ours, inputs = inputs_of(first_tokens, keys_of, *padded(2, 5, 9))
     true, example = ours.proposal.front(inputs).tables, ours.proposal.front.example(inputs)
     assert [(t.dtype, t.ndim, t.shape[1:]) for t in example] == [(t.dtype, t.ndim, t.shape[1:]) for t in true]
     assert [len(places) for places in example[2:4]] == [27, 27]
 
 
-def test_work_that_a_batch_needs_falls_with_its_rows() -> None:
-    ours, inputs = front_of(first_tokens, keys_of, *padded(2, 5, 9))
+def test_fewer_rows_need_less_work() -> None:
+    ours, inputs = inputs_of(first_tokens, keys_of, *padded(2, 5, 9))
     proposal = ours.proposal
     few, all_rows = proposal.needed(proposal.front(inputs)), proposal.work
     assert 0 < few < 0.8 * all_rows
-    inputs = front_of(first_tokens, keys_of, *padded(2, 0, 9))[1]
+    inputs = inputs_of(first_tokens, keys_of, *padded(2, 0, 9))[1]
     assert proposal.needed(proposal.front(inputs)) == all_rows, "a batch that does not fit needs all"
 
 
-def test_labels_decide_for_each_loss() -> None:
+def test_each_loss_has_its_own_labels() -> None:
     class TwoHeads(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -34,7 +34,7 @@ class Head(nn.Module):
 
 
 def batch(rows: int, length: int, share: float, ignored: int = -100) -> tuple[Tensor, Tensor]:
-    """Ids and labels, of which this share counts."""
+    """Returns ids, and labels of which this share is valid."""
     torch.manual_seed(rows * length)
     labels = torch.randint(0, CLASSES, (rows, length))
     return torch.randint(0, 20, (rows, length)), labels.masked_fill(torch.rand(rows, length) >= share, ignored)
@@ -107,7 +107,7 @@ def test_the_head_works_on_rows_with_a_label_only() -> None:
     assert largest(ours) < 32 * 6, "no value of all tokens is left but the draw of the dropout"
 
 
-def test_without_the_wish_every_row_is_computed() -> None:
+def test_without_labels_feature_every_row_is_computed() -> None:
     ours = rewritten(Head(LOSSES["mean"]), *batch(4, 8, 0.25), wishes=Wishes(labels=False))
     assert ours.graphs == []
     assert "cross_entropy" in ours.reasons[0]
@@ -150,14 +150,14 @@ def test_scores_that_are_results_are_those_of_all_rows() -> None:
     assert ours.kept() == [(4, 20)], "the first of each row"
 
 
-def test_what_reads_all_scores_beside_the_loss_keeps_all_rows() -> None:
+def test_another_reader_of_the_scores_keeps_all_rows() -> None:
     module = Head(lambda scores, labels: F.cross_entropy(*flat(scores, labels)) + scores.logsumexp(-1).square().mean())
     ours = rewritten(module, *batch(4, 8, 0.25))
     assert ".square().mean()" in ours.reasons[0], "the reason shows the line"
 
 
 def largest(ours: Rewritten) -> int:
-    """Numbers in the largest floating-point tensor that the smaller graph makes."""
+    """Returns the element count of the smaller graph's largest floating-point tensor."""
     made = [n.meta["val"] for n in ours.graph.nodes if n.op == "call_function"]
     sizes = [[int(size) for size in map(hint, value.shape)] for value in made if is_float(value)]
     return max(map(torch.Size, sizes), key=torch.Size.numel).numel()

@@ -1,4 +1,4 @@
-"""Pooling over real tokens: what a mask takes out of it is not computed."""
+"""Pooling over real tokens does not compute the masked ones."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_only_tokens_that_are_pooled_are_computed(name: str) -> None:
     ],
     ids=["one factor for a row", "marked by itself", "added", "and a mean of all"],
 )
-def test_tokens_that_are_read_all_the_same_are_computed(pool: Pool) -> None:
+def test_masked_tokens_with_other_readers_are_computed(pool: Pool) -> None:
     ids, mask = padded(2, 5, 9)
     ours = rewritten(Pooled(pool), ids, mask)
     assert not ours.graphs or (int(mask.sum()), mask.numel()) not in ours.kept()
 
 
-def test_without_the_wish_all_tokens_are_computed() -> None:
+def test_without_padding_all_tokens_are_computed() -> None:
     assert rewritten(Pooled(mean), *padded(2, 5, 9), wishes=Wishes(padding=False)).reasons
 
 

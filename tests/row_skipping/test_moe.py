@@ -1,4 +1,4 @@
-"""Experts that a router chooses for each token: only for tokens that count, where no pair reads another."""
+"""A mixture of experts computes needed tokens only, where no pair of token and expert reads another."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Order:
         self.ends = torch.cumsum(counts, 0, dtype=torch.int32)
 
     def back(self, x: Tensor) -> Tensor:
-        """A value of each pair, as they were."""
+        """Restores the order of a value of each pair."""
         before = torch.empty_like(self.place)
         before[self.place] = torch.arange(self.place.size(0))
         return x[before]
 
 
 Middle = Callable[["Routed", Tensor, Order], Tensor]
-"""What is done between the two products of each expert, on [pairs, WIDE]."""
+"""Functions between the two products of each expert, on [pairs, WIDE]."""
 
 Whole = Callable[["Routed", Tensor, Tensor, Tensor], Tensor]
-"""All of the experts, from tokens, the numbers of those that were chosen for each, and their weights."""
+"""Implementations of the experts, from tokens, expert ids and routing weights."""
 
 
 class Routed(Attention):
@@ -146,19 +146,19 @@ def test_padding_goes_to_no_expert(name: str) -> None:
 
 
 @pytest.mark.parametrize("middle", ACROSS_PAIRS)
-def test_pairs_that_read_others_are_all_computed(middle: str) -> None:
+def test_pairs_that_depend_on_others_are_all_computed(middle: str) -> None:
     ours = rewritten(Routed(ACROSS_PAIRS[middle]), *padded(2, 5, 9))
     assert not ours.graphs or not are_some(ours)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_not_sorted_and_put_back_like_that_is_computed_whole(name: str) -> None:
+def test_other_orders_of_the_pairs_compute_all_tokens(name: str) -> None:
     ours = rewritten(Routed(whole=OTHERS[name]), *padded(2, 5, 9))
     assert not ours.graphs or not are_some(ours)
 
 
 def are_some(ours: Rewritten) -> bool:
-    """Whether experts are chosen for some tokens only."""
+    """True if the router works on some tokens only."""
     (chosen,) = ours.proposal.traced.graph.find_nodes(op="call_function", target=torch.ops.aten.topk.default)
     return chosen in ours.proposal.plan.set_of
 

@@ -1,4 +1,4 @@
-"""Tensors that a module changes: rows are left out where nothing else looks at what is changed, and never wrongly."""
+"""In-place operators: rows are left out where the mutated tensor has no alias, and never wrongly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Change = Callable[["Changing", Tensor], Tensor]
 
 
 class Changing(Attention):
-    """A layer behind which something is changed in place."""
+    """A layer followed by an in-place operator."""
 
     def __init__(self, change: Change) -> None:
         super().__init__(first_tokens, keys_of)
@@ -98,7 +98,7 @@ CHANGING: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", MAKING_NEW)
-def test_what_nothing_else_looks_at_is_made_anew_for_the_rows_that_count(name: str) -> None:
+def test_an_unaliased_in_place_operator_becomes_functional(name: str) -> None:
     module = Changing(MAKING_NEW[name])
     ours = Rewritten(module)
     for kept in [(2, 5, 9), (9, 1, 4)]:
@@ -112,6 +112,6 @@ def test_what_nothing_else_looks_at_is_made_anew_for_the_rows_that_count(name: s
 
 
 @pytest.mark.parametrize("name", CHANGING)
-def test_what_others_look_at_is_changed(name: str) -> None:
+def test_an_aliased_tensor_is_still_mutated(name: str) -> None:
     ours = rewritten(Changing(CHANGING[name]), *padded(2, 5, 9))
     assert any(map(is_in_place, ours.proposal.traced.graph.nodes))

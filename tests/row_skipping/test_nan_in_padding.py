@@ -1,4 +1,4 @@
-"""NaN at padded places goes unseen while padding is skipped, and is seen as in eager mode where it is not."""
+"""NaN at padded positions goes unseen while padding is skipped, and is seen as in eager mode where it is not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Additive(Model):
 
 
 def case(place: str, value: float) -> tuple[nn.Module, dict[str, Any]]:
-    """A model and a batch with this value at its padded places."""
+    """Returns a model, and a batch with this value at its padded positions."""
     given: dict[str, Any] = batch(4, 10)
     model = Embedded() if place == "inputs" else Additive() if place == "mask" else Model()
     if place == "inputs":
@@ -73,7 +73,7 @@ def test_with_skipping_it_goes_unseen_and_the_report_says_so(place: str, value: 
 
 
 @pytest.mark.long
-def test_of_a_real_token_it_is_seen_all_the_same() -> None:
+def test_nan_of_a_real_token_is_seen_with_every_setting() -> None:
     model, given = case("inputs", 0.0)
     given["ids"][0, 0, 0] = float("nan")
     ours = ort_accel.accelerate(copy.deepcopy(model), engine())

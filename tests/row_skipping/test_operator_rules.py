@@ -1,4 +1,4 @@
-"""Operators that work row by row pass on which rows are read; those that mix rows stop it."""
+"""Row-by-row operators pass on which rows are read; operators that mix rows read all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Layer = Callable[["Layers", Tensor], Tensor]
 
 
 class Layers(nn.Module):
-    """[rows, length, width] through a layer, of which labels then choose some rows."""
+    """A layer on [rows, length, width], followed by a loss whose labels select rows."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ MIXING: dict[str, Layer] = {
 
 
 @pytest.mark.parametrize("name", APART)
-def test_an_operator_that_works_row_by_row_is_computed_for_the_labelled_rows(name: str) -> None:
+def test_a_row_by_row_operator_is_computed_for_labelled_rows(name: str) -> None:
     ours = compared(APART[name])
     assert ours.ran == {"some rows": 2}
     assert calls(ours, "rows_into") == 0, "nothing is made for all rows again"
@@ -123,7 +123,7 @@ def test_an_operator_that_mixes_rows_is_computed_for_all(name: str) -> None:
     assert not all(product_rows(compared(MIXING[name])))
 
 
-def test_a_value_whose_rows_are_first_taken_without_gradients_keeps_its_own() -> None:
+def test_rows_packed_under_no_grad_do_not_lose_later_gradients() -> None:
     def twice(m: Layers, x: Tensor) -> Tensor:
         mixed = x.roll(1, 1)
         with torch.no_grad():
@@ -146,7 +146,7 @@ def calls(ours: Rewritten, name: str) -> int:
 
 
 def product_rows(ours: Rewritten) -> list[bool]:
-    """For each product with a weight, whether its rows are the rows of a set: a size that no input has."""
+    """Returns, for each product with a weight, True if its row count is a size that no input has."""
     nodes = [n for n in ours.graph.nodes if any(part in str(n.target) for part in ("linear", "mm", "conv"))]
     return [node.meta["val"].shape[0] == LABELLED for node in nodes]
 

@@ -1,4 +1,4 @@
-"""From a forward graph to a proposal: which outputs nobody reads, which feature leaves what out, what it is worth."""
+"""From a forward graph to a proposal: unread outputs, and the row sets of each feature."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.row_skipping.rewritten import Rewritten, rewritten
 
 
 class Language(nn.Module):
-    """Gives a loss, scores for each token, a vector for each row and its input."""
+    """Returns a loss, scores for each token, its flipped input, and a vector for each sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,18 +32,18 @@ def language(*, loss_only: bool) -> tuple[Rewritten, tuple[Tensor, ...]]:
     return ours, ours(torch.randn(3, 7, 6), labels)
 
 
-def test_what_has_a_place_for_each_token_is_not_made_beside_a_loss() -> None:
+def test_outputs_per_token_are_not_computed_beside_a_loss() -> None:
     ours, outputs = language(loss_only=True)
     assert [output is None for output in outputs] == [False, True, True, False]
     assert ours.proposal.unread == {1, 2}
 
 
-def test_all_outputs_are_made_where_that_is_not_wished() -> None:
+def test_all_outputs_are_computed_without_loss_only() -> None:
     ours, _ = language(loss_only=False)
     assert ours.reasons == ["every row is read, by the model's result"]
 
 
-def test_without_gradients_all_outputs_are_made() -> None:
+def test_without_gradients_all_outputs_are_computed() -> None:
     with torch.no_grad():
         ours, outputs = language(loss_only=True)
     assert ours.graphs == []
@@ -56,7 +56,7 @@ def test_each_set_belongs_to_the_feature_that_makes_it_small() -> None:
     assert kinds == {"density.labels": [], "density.padding": [(16, 27)], "compute.upstream": [(3, 27)]}
 
 
-def test_layers_that_attend_share_one_set() -> None:
+def test_attention_layers_share_one_row_set() -> None:
     class Layers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -67,5 +67,5 @@ def test_layers_that_attend_share_one_set() -> None:
             return self.second.attend(x, mask)[:, 0]
 
     ours = rewritten(Layers(), *padded(2, 5, 9))
-    assert len(ours.proposal.plan.cores) == 1
+    assert len(ours.proposal.plan.attended_sets) == 1
     assert ours.kept() == [(3, 27), (16, 27)]

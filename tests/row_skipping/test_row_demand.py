@@ -1,4 +1,4 @@
-"""What a graph reads of its values, found from its outputs; and graphs of which nothing can be left out."""
+"""The analysis finds which rows are read, and why a graph cannot leave rows out."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ort_accel.row_skipping.row_sets import Everything, Some
+from ort_accel.row_skipping.row_sets import AllRows, SomeRows
 from tests.row_skipping.modules import Attention, first_tokens, keys_of, padded
 from tests.row_skipping.rewritten import rewritten
 
 
-def test_what_nobody_reads_has_no_demand() -> None:
+def test_an_unread_value_is_not_computed() -> None:
     class Unread(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -36,11 +36,11 @@ def test_rows_of_queries_and_of_keys_are_told_apart() -> None:
     (attention,) = demands.attentions.values()
     assert demands.rows(attention.query).dims == demands.rows(attention.key).dims == (0, 2)
     assert demands.rows(attention.query).atoms != demands.rows(attention.key).atoms
-    assert isinstance(demands.of[attention.mask], Everything)
+    assert isinstance(demands.of[attention.mask], AllRows)
 
 
 class InPlace(nn.Module):
-    """Changes a value after it was computed; then the first tokens are read."""
+    """Mutates a value after it was computed, and reads the first tokens."""
 
     def __init__(self, change: Callable[[Tensor], object]) -> None:
         super().__init__()
@@ -86,10 +86,10 @@ def test_a_graph_that_changes_its_input_stays_whole() -> None:
 @pytest.mark.parametrize(
     ("read", "said"),
     [
-        (lambda x: x.mean(1), "aten.mean.dim (test_demand.py"),
-        (lambda x: x, "aten.sin.default (test_demand.py"),
-        (lambda x: x.cumsum(1)[:, 0], "aten.cumsum.default (test_demand.py"),
-        (lambda x: x.roll(1, 1)[:, 0], "aten.roll.default (test_demand.py"),
+        (lambda x: x.mean(1), "aten.mean.dim (test_row_demand.py"),
+        (lambda x: x, "aten.sin.default (test_row_demand.py"),
+        (lambda x: x.cumsum(1)[:, 0], "aten.cumsum.default (test_row_demand.py"),
+        (lambda x: x.roll(1, 1)[:, 0], "aten.roll.default (test_row_demand.py"),
     ],
     ids=["a mean", "all", "a running sum", "neighbours"],
 )
@@ -116,7 +116,7 @@ def test_a_graph_without_products_is_not_worth_it() -> None:
     assert rewritten(Light(), torch.randn(3, 5, 4)).reasons == ["no matrix product is large enough to matter"]
 
 
-def test_demands_of_several_readers_are_joined() -> None:
+def test_several_readers_read_the_union_of_their_rows() -> None:
     class Readers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -130,6 +130,6 @@ def test_demands_of_several_readers_are_joined() -> None:
     ours = rewritten(Readers(), torch.randn(3, 5, 4))
     linear = next(n for n in ours.proposal.traced.graph.nodes if "linear" in str(n.target))
     some = ours.proposal.plan.demands.rows(linear)
-    assert isinstance(some, Some)
+    assert isinstance(some, SomeRows)
     assert len(some.atoms) == 2
     assert (6, 15) in ours.kept()

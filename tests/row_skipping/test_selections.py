@@ -1,4 +1,4 @@
-"""A selection or a slice of tokens moves up: what it throws away is not computed."""
+"""Tokens that a selection or a slice drops are not computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 6
 
 
 class Body(nn.Module):
-    """Works on every token alone; then some are read."""
+    """Works on every token alone, and reads some tokens."""
 
     def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def test_only_the_tokens_that_are_read_are_computed(read: Callable[[Tensor], Ten
 
 
 class LastTokens(nn.Module):
-    """As heads for classes after a causal model read: one token of each sequence, at a place that depends on it."""
+    """Reads one token of each sequence by index, as classifiers on causal models do."""
 
     def __init__(self, sequences: Callable[[int], Tensor] = torch.arange) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class LastTokens(nn.Module):
         return self.body(x)[self._sequences(x.shape[0]), places]
 
 
-def test_listed_tokens_are_computed_alone() -> None:
+def test_indexed_tokens_are_computed_alone() -> None:
     module = LastTokens()
     ours = Rewritten(module)
     for places, length in [([6, 2, 4], 7), ([0, -1, 3, -9, 8], 9)]:
@@ -71,7 +71,7 @@ def test_listed_tokens_are_computed_alone() -> None:
 
 
 @pytest.mark.parametrize("outside", [7, -8])
-def test_a_listed_token_that_does_not_exist_raises_what_eager_raises(outside: int) -> None:
+def test_an_index_out_of_bounds_raises_as_in_eager_mode(outside: int) -> None:
     module = LastTokens()
     ours = rewritten(module, torch.randn(3, 7, WIDTH), torch.tensor([6, 2, 4]))
     for model in (module, ours):
@@ -84,14 +84,14 @@ def test_a_listed_token_that_does_not_exist_raises_what_eager_raises(outside: in
     [lambda rows: torch.arange(rows).flip(0), lambda rows: torch.arange(0, 2 * rows, 2) // 2, torch.zeros],
     ids=["backward", "by another way", "the first alone"],
 )
-def test_tokens_that_are_listed_in_another_order_are_computed_with_all(sequences: Callable[[int], Tensor]) -> None:
+def test_tokens_indexed_in_another_order_need_all_tokens(sequences: Callable[[int], Tensor]) -> None:
     def whole_numbers(rows: int) -> Tensor:
         return sequences(rows).long()
 
     assert rewritten(LastTokens(whole_numbers), torch.randn(3, 7, WIDTH), torch.tensor([6, 2, 4])).reasons
 
 
-def test_tokens_that_the_model_itself_chooses_are_computed_with_all() -> None:
+def test_tokens_that_the_model_selects_need_all_tokens() -> None:
     module = Body(lambda x: x[torch.arange(x.shape[0]), x.sum(-1).argmax(-1)])
     assert rewritten(module, torch.randn(3, 7, WIDTH)).reasons
 
@@ -109,11 +109,11 @@ def test_a_single_token_is_computed_with_two_others() -> None:
     [lambda x: x[0], lambda x: x[:, ::2].mean(1), lambda x: x.mean(1), lambda x: x[:, 1:]],
     ids=["a row", "every other", "the mean", "a slice"],
 )
-def test_what_is_read_otherwise_is_computed_whole(read: Callable[[Tensor], Tensor]) -> None:
+def test_other_selections_compute_all_tokens(read: Callable[[Tensor], Tensor]) -> None:
     assert rewritten(Body(read), torch.randn(3, 7, WIDTH)).reasons
 
 
-def test_without_the_wish_every_token_is_computed() -> None:
+def test_without_upstream_every_token_is_computed() -> None:
     ours = rewritten(Body(lambda x: x[:, 0]), torch.randn(3, 7, WIDTH), wishes=Wishes(upstream=False))
     assert len(ours.reasons) == 1
     assert ours.graphs == []

@@ -1,4 +1,4 @@
-"""Attention that a model writes out: what only hidden keys lead to is not computed, and nothing else is left out."""
+"""Unfused attention: masked keys are not computed, and nothing else is left out."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ort_accel.row_skipping.row_demand import Wishes
-from ort_accel.row_skipping.row_sets import Everything
+from ort_accel.row_skipping.row_sets import AllRows
 from tests.row_skipping.modules import Attention, first_tokens, low, padded
 from tests.row_skipping.rewritten import Rewritten, assert_as_eager, padding_left_out, rewritten
 
 Weights = Callable[["WrittenOut", Tensor, Tensor], Tensor]
-"""The weights of values, from scores and a mask that is true for real keys."""
+"""Functions from scores, and a mask that is true for real keys, to weights."""
 
 
 class WrittenOut(Attention):
-    """The same layer with its attention as the model's own lines."""
+    """The attention layer without a fused operator."""
 
     def __init__(self, weights: Weights) -> None:
         super().__init__(first_tokens, lambda mask: None)
@@ -113,7 +113,7 @@ READING: dict[str, Weights] = {
 
 
 @pytest.mark.parametrize("name", SKIPPING)
-def test_what_leads_to_hidden_keys_is_not_computed(name: str) -> None:
+def test_masked_keys_are_not_computed(name: str) -> None:
     padding_left_out(WrittenOut(SKIPPING[name]))
 
 
@@ -125,7 +125,7 @@ def test_keys_that_a_weight_may_reach_are_computed(name: str) -> None:
 
 
 Scores = Callable[["ScoresInParts", Tensor, Tensor], Tensor]
-"""Scores, from queries and keys of [batch, heads, length, width], or with the first two as one."""
+"""Functions from queries and keys of [batch, heads, length, width] to scores; the first two may be one dimension."""
 
 
 class ScoresInParts(Attention):
@@ -206,15 +206,15 @@ def test_scores_that_are_made_from_other_keys_read_all_of_them(name: str, merged
 @pytest.mark.parametrize(
     "besides", [lambda scores, k: scores.mean(), lambda scores, k: k.mean()], ids=["its scores", "its keys"]
 )
-def test_what_is_read_besides_attention_is_computed(besides: Callable[[Tensor, Tensor], Tensor], merged: bool) -> None:
+def test_values_read_beside_attention_are_computed(besides: Callable[[Tensor, Tensor], Tensor], merged: bool) -> None:
     ids, mask = padded(2, 5, 9)
     assert reads_all(rewritten(ScoresInParts(IN_PARTS["of both"], merged=merged, besides=besides), ids, mask))
 
 
 def reads_all(ours: Rewritten) -> bool:
-    """Whether queries, keys and values are made for all tokens."""
+    """True if queries, keys and values are computed for all tokens."""
     linear = next(node for node in ours.proposal.traced.graph.nodes if node.target is torch.ops.aten.linear.default)
-    return isinstance(ours.proposal.plan.demands.of[linear], Everything)
+    return isinstance(ours.proposal.plan.demands.of[linear], AllRows)
 
 
 class TwoLayers(WrittenOut):
@@ -240,13 +240,13 @@ def test_layers_with_masks_of_their_own(near_first: bool) -> None:
         assert (int(mask.sum()), mask.numel()) in ours.kept()
 
 
-def test_a_query_that_sees_nothing_is_computed_as_in_eager_mode() -> None:
+def test_a_query_without_keys_is_computed_as_in_eager_mode() -> None:
     module = WrittenOut(SKIPPING["filled"])
     ours = rewritten(module, *padded(2, 5, 9))
     assert_as_eager(module, ours, *padded(2, 0, 9))
     assert ours.ran == {"some rows": 1, "all rows": 1}
 
 
-def test_without_the_wish_all_keys_are_computed() -> None:
+def test_without_padding_all_keys_are_computed() -> None:
     ours = rewritten(WrittenOut(SKIPPING["filled"]), *padded(2, 5, 9), wishes=Wishes(padding=False))
     assert ours.kept() == [(3, 27)]

@@ -1,4 +1,4 @@
-"""What attention does not look at is not computed, whatever form its mask has."""
+"""Keys that attention masks are not computed, whatever form the mask has."""
 
 from __future__ import annotations
 
@@ -73,24 +73,24 @@ def test_a_bias_that_is_learned_hides_nothing(name: str) -> None:
 
 
 def looked_at(shown: Tensor, shape: torch.Size) -> int:
-    """How many keys the first query of each row sees; the first token is read in any case."""
+    """Counts the keys of each sequence's first query; the first token is read in any case."""
     allowed = shown if shown.dtype == torch.bool else shown > LOW / 2
     return int(allowed.expand(shape[0], -1, -1, shape[1])[:, 0, 0].index_fill(1, torch.tensor([0]), True).sum())
 
 
-def test_a_mask_that_makes_scores_small_but_hides_nothing_leaves_nothing_out() -> None:
+def test_a_mask_that_only_lowers_scores_skips_nothing() -> None:
     ours = rewritten(Attention(first_tokens, lambda mask: added(mask, -1e4)), *padded(2, 5, 9))
     assert ours.kept() == [(3, 27), (27, 27)]
 
 
-def test_a_query_that_sees_nothing_is_computed_as_in_eager_mode() -> None:
+def test_a_query_without_keys_is_computed_as_in_eager_mode() -> None:
     module = Attention(first_tokens, keys_of)
     ours = rewritten(module, *padded(2, 5, 9))
     assert_as_eager(module, ours, *padded(2, 0, 9))
     assert ours.ran == {"some rows": 1, "all rows": 1}
 
 
-def test_a_row_without_real_tokens_costs_nothing_where_nobody_reads_it() -> None:
+def test_an_unread_sequence_without_real_tokens_is_skipped() -> None:
     module = Attention(lambda x: x[1], keys_of)
     ours = rewritten(module, *padded(3, 5, 9))
     assert ours.reasons, "a single row of many is not looked for"
@@ -113,7 +113,7 @@ def test_causal_attention_without_a_mask() -> None:
 
 
 class Grouped(Attention):
-    """Two heads of queries share one of keys and values, as decoders have it that are called without a mask."""
+    """Grouped heads without a mask: two query heads share one head of keys and values."""
 
     def attend(self, x: Tensor, mask: Tensor) -> Tensor:
         q, k, v = (part.transpose(1, 2) for part in self.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2))
@@ -135,6 +135,6 @@ def test_a_scale_is_kept() -> None:
     rewritten(Attention(first_tokens, keys_of, scale=0.2), *padded(2, 5, 9))
 
 
-def test_without_the_wish_all_keys_are_computed() -> None:
+def test_without_padding_all_keys_are_computed() -> None:
     ours = rewritten(Attention(first_tokens, keys_of), *padded(2, 5, 9), wishes=Wishes(padding=False))
     assert ours.kept() == [(3, 27)]

@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import ort_accel
-from ort_accel.passes.fuse.tied_embedding import ONTO, add_embedding_gradient, fuse_tied_embedding
+from ort_accel.passes.fuse_tied_embedding import ONTO, add_embedding_gradient, fuse_tied_embedding
+from ort_accel.passes.options import PassOptions
 from tests.against_eager import assert_step_as_eager
 
 COUNT, WIDTH = 30, 8
@@ -24,7 +25,9 @@ aten = torch.ops.aten
 @pytest.mark.parametrize("padding", [-1, 3])
 @pytest.mark.parametrize("index", [torch.int64, torch.int32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_sum_is_eagers(by_frequency: bool, padding: int, index: torch.dtype, dtype: torch.dtype) -> None:
+def test_the_fused_operator_equals_the_sum(
+    by_frequency: bool, padding: int, index: torch.dtype, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     base, grad = torch.randn(COUNT, WIDTH).to(dtype), torch.randn(7, 5, WIDTH).to(dtype)
     grad[0, 0, 0], base[1, 1] = torch.nan, torch.inf
@@ -39,7 +42,7 @@ def test_the_sum_is_eagers(by_frequency: bool, padding: int, index: torch.dtype,
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_no_token_adds_nothing() -> None:
+def test_an_empty_batch_adds_nothing() -> None:
     base = torch.randn(COUNT, WIDTH)
     expected = base.clone()
     assert torch.equal(
@@ -75,17 +78,17 @@ LEFT = {
 
 
 @pytest.mark.parametrize("name", JOINED)
-def test_sums_are_joined(name: str) -> None:
+def test_matching_sums_are_fused(name: str) -> None:
     graph = traced(JOINED[name])
-    assert fuse_tied_embedding(graph) == 1 + (name == "twice")
+    assert fuse_tied_embedding(graph, PassOptions()) == 1 + (name == "twice")
     graph.lint()
     assert not graph.find_nodes(op="call_function", target=aten.add.Tensor)
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_others_are_left(name: str) -> None:
+def test_other_sums_are_not_fused(name: str) -> None:
     graph = traced(LEFT[name])
-    assert fuse_tied_embedding(graph) == 0
+    assert fuse_tied_embedding(graph, PassOptions()) == 0
     assert not graph.find_nodes(op="call_function", target=ONTO)
 
 
@@ -123,7 +126,7 @@ def test_a_model_trains_as_in_eager_mode(config: dict[str, Any], options: dict[s
     assert ort_accel.report(ours).counters[COUNTER] >= sides
 
 
-def test_a_graph_that_runs_backward_twice_gives_the_same_again() -> None:
+def test_a_second_backward_of_one_graph_gives_equal_gradients() -> None:
     torch.manual_seed(0)
     eager = Tied()
     ours = ort_accel.accelerate(copy.deepcopy(eager))
@@ -136,7 +139,7 @@ def test_a_graph_that_runs_backward_twice_gives_the_same_again() -> None:
         torch.testing.assert_close(found, gradients[0])
 
 
-def test_without_fusions_nothing_is_joined() -> None:
+def test_without_fusions_nothing_is_fused() -> None:
     ours = ort_accel.accelerate(Tied(), {"compute": {"fusions": False}})
     ids = torch.arange(6).view(2, 3)
     ours(ids, ids).backward()

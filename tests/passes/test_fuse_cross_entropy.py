@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import ort_accel
-from ort_accel.passes.fuse.cross_entropy import JOINED, pooled_cross_entropy_gradient
+from ort_accel.passes.fuse_cross_entropy import JOINED, pooled_cross_entropy_gradient
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ def test_gradients_equal_eagers(reduction, weight, valid, fusions):
     assert ort_accel.report(ours).counters["fused cross-entropy gradient"] == (fusions == "auto")
 
 
-def test_scores_that_something_else_reads_keep_both_steps():
+def test_logits_with_another_reader_are_not_fused():
     class Both(nn.Module):
         def forward(self, x, labels):
             logarithms = functional.log_softmax(x, 1)
@@ -62,7 +62,7 @@ def test_scores_that_something_else_reads_keep_both_steps():
 @pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
 @pytest.mark.parametrize("weight", [None, torch.arange(7.0)], ids=["", "weighted"])
 @pytest.mark.parametrize("labels", ["some", "none", "all", "bytes"])
-def test_in_pytorch_it_gives_what_the_two_steps_give(run, dtype, reduction, weight, labels):
+def test_the_fused_operator_equals_the_two_steps_in_pytorch(run, dtype, reduction, weight, labels):
     torch.manual_seed(0)
     ignored = 255 if labels == "bytes" else -100
     target = {

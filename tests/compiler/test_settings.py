@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ort_accel.compiler.runtime_settings import OPSET, chosen_runtime, opset, session_settings
+from ort_accel.compiler.settings import NEWEST_OPSET, chosen_runtime, opset, session_settings
 from ort_accel.config import load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.runtime.installed_ort import installed_runtime
@@ -17,7 +17,7 @@ def test_the_installed_runtime_is_taken_by_default():
     assert chosen_runtime(config()) == installed_runtime()
 
 
-def test_a_named_runtime_that_is_there_is_taken_and_another_one_is_an_error():
+def test_naming_a_runtime_that_is_not_installed_is_an_error():
     is_training = installed_runtime().is_training_build
     here, other = ("onnxruntime-training", "onnxruntime") if is_training else ("onnxruntime", "onnxruntime-training")
     assert chosen_runtime(config(runtime=here)) == installed_runtime()
@@ -41,5 +41,5 @@ def test_determinism_follows_pytorch_unless_named():
 
 
 def test_the_operator_set_is_the_newest_that_both_know():
-    assert opset(config(), installed_runtime()) == min(OPSET, installed_runtime().newest_opset)
+    assert opset(config(), installed_runtime()) == min(NEWEST_OPSET, installed_runtime().newest_opset)
     assert opset(config(opset=18), installed_runtime()) == 18

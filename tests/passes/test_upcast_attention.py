@@ -36,7 +36,7 @@ def step(model, x, mask):
 
 @pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 0), (torch.bfloat16, 1), (torch.float16, 2)])
 @pytest.mark.parametrize("case", ["causal", "mask", "bool mask"])
-def test_results_are_at_least_as_precise_as_eagers(dtype, count, case):
+def test_results_are_at_least_as_precise_as_in_eager_mode(dtype, count, case):
     torch.manual_seed(0)
     eager = Attention(dtype, causal=case == "causal")
     precise = Attention(torch.float64, causal=case == "causal")
@@ -60,13 +60,13 @@ def test_results_are_at_least_as_precise_as_eagers(dtype, count, case):
     assert counters[COUNTER] == cast * counters["compilations"] // 2
 
 
-def test_long_attention_in_bfloat16_is_left_as_it_is():
+def test_attention_over_long_bfloat16_sequences_is_not_upcast():
     ours = ort_accel.accelerate(Attention(torch.bfloat16, causal=True), {"engine": {"fallback": "report"}})
     step(ours, torch.randn(1, 200, 16), None)
     assert not ort_accel.report(ours).counters[COUNTER]
 
 
-def test_without_fusions_attention_is_left_as_it_is():
+def test_without_fusions_attention_is_not_upcast():
     wish = {"engine": {"fallback": "report"}, "compute": {"fusions": False}}
     ours = ort_accel.accelerate(Attention(torch.float16, causal=True), wish)
     step(ours, torch.randn(1, 8, 16), None)

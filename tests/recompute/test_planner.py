@@ -1,4 +1,4 @@
-"""Unasked, what costs next to nothing is computed again."""
+"""By default, cheap operators are recomputed."""
 
 import copy
 from dataclasses import replace
@@ -22,11 +22,11 @@ def level_state(model):
 
 
 @pytest.mark.parametrize(("name", "share"), [("bert", 0.85), ("gpt2", 0.8), ("llama", 0.8)])
-def test_less_is_kept_and_no_bit_changes(name, share):
+def test_cheap_recompute_saves_memory_and_changes_no_bit(name, share):
     model, batch = build(workload(name)), batch_of(workload(name))
     models = [ort_accel.accelerate(copy.deepcopy(model), ALIKE | {"memory": {"level": level}}) for level in ("auto", 0)]
-    light, plain = [step(each, **batch) for each in models]
-    assert_same_bits(light, plain)
+    cheap, plain = [step(each, **batch) for each in models]
+    assert_same_bits(cheap, plain)
     assert recorded(models[0]).stash < share * recorded(models[1]).stash == share * recorded(models[0]).stash_without
     assert not recorded(models[1]).repeated
     assert [level_state(each) for each in models] == [State.APPLIED, State.OFF]
@@ -34,7 +34,7 @@ def test_less_is_kept_and_no_bit_changes(name, share):
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-def test_as_eager_with_measured_placement(name, checkpointing):
+def test_gradients_are_those_of_eager_with_measured_placement(name, checkpointing):
     size = replace(workload(name), checkpointing=checkpointing)
     model = build(size)
     accelerated = ort_accel.accelerate(copy.deepcopy(model), {"observe": {"log_level": "error"}})
@@ -42,13 +42,13 @@ def test_as_eager_with_measured_placement(name, checkpointing):
     assert recorded(accelerated).repeated
 
 
-def test_nothing_is_added_to_the_plans_of_the_user():
+def test_cheap_recompute_is_off_if_the_user_gives_plans():
     model = ort_accel.accelerate(build(workload("bert")), ALIKE | {"memory": {"plans": ["BiasGelu+:1:1"]}})
     step(model, **batch_of(workload("bert")))
     assert recorded(model).repeated == 1
 
 
-def test_copies_of_weights_for_autocast_are_kept():
+def test_casts_of_weights_for_autocast_are_saved():
     model = ort_accel.accelerate(build(workload("bert")), ALIKE)
     with torch.autocast("cpu", torch.bfloat16):
         step(model, **batch_of(workload("bert")))

@@ -1,0 +1,63 @@
+"""Bytes that PyTorch's attention kernels take while they run, as formulas of a node's operands.
+
+Attention over packed rows with dropout multiplies some sequences at a time (`kernels/attention_packed.py`), and holds
+several values of the size of all their pairs. A mask that says which pairs attend (`kernels/attention_slim.py`) becomes
+numbers where the kernel reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ort_accel.graph.symbolic_sizes import hint, hinted_elements
+from ort_accel.kernels.attention_packed import pairs_at_once
+
+
+def packed_attention(node: fx.Node) -> int:
+    """With dropout: scaled queries, keys, values, scores, weights and the inverted mask. Without: one result."""
+    query, key, value, *_, kept = _values(node)[:8]
+    if kept is None:
+        return _wide_bytes(query)
+    cast = 0 if _is_wide(query) else _wide_bytes(key) + _wide_bytes(query)
+    return _wide_bytes(query) + 2 * _wide_bytes(value) + cast + _pair_bytes(kept, 2)
+
+
+def packed_attention_backward(node: fx.Node) -> int:
+    """With dropout: as forward, and the gradient of the weights and its softmax. Without: the three results."""
+    grad, query, key, value, *_, kept = _values(node)[:11]
+    if kept is None:
+        return _wide_bytes(query) + _wide_bytes(key) + _wide_bytes(value)
+    cast = 0
+    if not _is_wide(query):
+        cast = _wide_bytes(grad) + _wide_bytes(query) + 2 * _wide_bytes(key) + _wide_bytes(value)
+    return _wide_bytes(query) + _wide_bytes(value) + _wide_bytes(grad) + cast + _pair_bytes(kept, 3)
+
+
+def slim_attention(node: fx.Node) -> int:
+    """The mask as numbers."""
+    *_, allowed, _, _ = _values(node)
+    return 0 if allowed is None else _wide_bytes(allowed)
+
+
+def _values(node: fx.Node) -> list[Any]:
+    return [item.meta["val"] if isinstance(item, fx.Node) else item for item in node.args]
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    return tensor.dtype.itemsize >= torch.float32.itemsize
+
+
+def _wide_bytes(tensor: Tensor) -> int:
+    """Return a tensor's bytes in the type that the kernel multiplies in."""
+    return hinted_elements(tensor) * max(tensor.dtype.itemsize, torch.float32.itemsize)
+
+
+def _pair_bytes(kept: Tensor, values: int) -> int:
+    """Return the bytes of so many values and of the inverted mask, for the pairs that are multiplied at a time."""
+    whole = hinted_elements(kept)
+    sequences = max(1, hint(kept.shape[0]))
+    at_once = min(whole, max(whole // sequences, pairs_at_once()))
+    return at_once * (values * torch.float32.itemsize + kept.dtype.itemsize)
