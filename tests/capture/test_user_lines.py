@@ -74,7 +74,7 @@ def test_a_sum_of_gradients_is_on_no_line(monkeypatch):
     assert lines["aten.sin.default"].endswith("once = hidden.sin()")
 
 
-def test_a_model_of_torchs_modules_alone_has_no_lines_rather_than_those_of_this_package():
+def test_a_model_of_torchs_modules_alone_has_no_lines():
     eager, ours = pair(
         nn.Sequential(nn.Linear(8, 8), nn.Tanh()), {"version": 1, "engine": {"run_in_pytorch": ["aten.tanh"]}}
     )

@@ -90,7 +90,7 @@ def test_a_gradient_of_what_an_unused_output_depends_on_is_eagers_error():
         assert second is None
 
 
-def test_hooks_of_what_an_unused_output_depends_on_are_never_called_without_a_gradient():
+def test_hooks_of_an_unused_output_are_not_called_without_a_gradient():
     _, ours = pair(Two())
     seen = []
     ours.right.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
