@@ -13,7 +13,7 @@ from torch.fx.node import Argument
 
 from ort_accel.graph.symbolic_sizes import Size
 from ort_accel.kernels.output_buffers import placed
-from ort_accel.lowering.onnx_graph import HALVES, OnnxGraph, Operand
+from ort_accel.lowering.onnx_graph import HALVES, OnnxGraph, Operand, Value
 from ort_accel.lowering.ops.losses import MEAN, Labels, shares
 from ort_accel.lowering.registry import lowers
 from ort_accel.passes.common import source_of
@@ -124,12 +124,11 @@ def lowered(
     reduction: int,
     ignore_index: Size,
     total_weight: Operand,
-) -> Operand:
+) -> Value:
     labels = Labels(graph, log_probs, target, ignore_index)
     share = labels.along_classes(shares(graph, labels, grad, weight, reduction, total_weight))
     scaled = graph.op("Mul", graph.op("Exp", log_probs), share)
     at_label = graph.op("Exp", labels.along_classes(labels.picked(log_probs)))
     less_one = graph.op("Mul", graph.op("Sub", at_label, graph.scalar(1, log_probs.dtype)), share)
     places = labels.along_classes(labels.places)
-    result: Operand = graph.op("ScatterElements", scaled, places, less_one, axis=labels.axis)
-    return result
+    return graph.op("ScatterElements", scaled, places, less_one, axis=labels.axis)
