@@ -24,6 +24,7 @@ from ort_accel.hf import (
     ORTTrainer,
     ORTTrainingArguments,
 )
+from tests.tiers import mostly_long
 
 OFF = {"engine": {"enabled": False}}
 
@@ -166,7 +167,7 @@ def test_training_on_the_engine_gives_eagers_losses(tmp_path, source):
     assert ours == pytest.approx(plain, abs=1e-5)
 
 
-@pytest.mark.parametrize("source", ["callback", "trainer"])
+@pytest.mark.parametrize("source", mostly_long(["callback", "trainer"], "callback"))
 def test_the_model_of_model_init_is_the_one_that_is_accelerated(tmp_path, source):
     args = arguments(tmp_path)
     made = []

@@ -96,7 +96,7 @@ def test_each_side_resumes_the_checkpoints_of_the_other(tmp_path, writer, reader
     assert losses(resumed) == pytest.approx(losses(whole), abs=1e-5)
 
 
-@pytest.mark.parametrize("side", OURS)
+@pytest.mark.parametrize("side", mostly_long(OURS, "callback"))
 def test_plain_transformers_loads_what_was_saved(tmp_path, side):
     trainer = train(side, tmp_path, max_steps=2)
     trainer.save_model(str(tmp_path / "saved"))

@@ -39,7 +39,7 @@ def test_training_gives_eagers_losses(tmp_path, side, way):
     assert ort_accel.report(ours.model).segments, "nothing ran on the engine"
 
 
-@pytest.mark.parametrize("side", OURS)
+@pytest.mark.parametrize("side", mostly_long(OURS, "ORTTrainer"))
 def test_evaluation_and_prediction_run_on_the_engine(tmp_path, side):
     set_seed(0)
     model = bert()
