@@ -23,7 +23,7 @@ from ort_accel.cli.benchmark.contenders import EAGER, INDUCTOR, ORT_ACCEL, Trace
 from ort_accel.cli.benchmark.timing import compare, in_turns, summary
 from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
 from ort_accel.recompute import planner
-from ort_accel.recompute.budget import Chosen
+from ort_accel.recompute.budget import MemoryPlan
 from ort_accel.recompute.cost import FLOPS_PER_MS
 from ort_accel.recompute.offload_schedule import LINK_BYTES_PER_MS
 from ort_accel.runtime.installed_ort import installed_runtime
@@ -343,7 +343,7 @@ def check_offload(bench: Bench) -> None:
 @contextmanager
 def everything_moved() -> Iterator[None]:
     """While this is entered, a budget moves all values that can be, and computes none again."""
-    within, movable = planner.within, planner.Movable
+    within, movable = planner.fit_budget, planner.OffloadCandidates
     names: list[str] = []
 
     class Noted(movable):
@@ -353,13 +353,13 @@ def everything_moved() -> Iterator[None]:
 
     def all_of_them(_: Any, sequences: Any) -> Any:
         first = next(sequences[0])
-        return [first, dataclasses.replace(first, chosen=Chosen(moved=frozenset(names)))]
+        return [first, dataclasses.replace(first, chosen=MemoryPlan(moved=frozenset(names)))]
 
-    planner.within, planner.Movable = all_of_them, Noted
+    planner.fit_budget, planner.OffloadCandidates = all_of_them, Noted
     try:
         yield
     finally:
-        planner.within, planner.Movable = within, movable
+        planner.fit_budget, planner.OffloadCandidates = within, movable
 
 
 def offload_fault(bench: Bench, size: Workload, budget: str | float) -> str:

@@ -23,8 +23,8 @@ from ort_accel.cli.benchmark.contenders import EAGER
 from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
 from ort_accel.config.values import bytes_in
 from ort_accel.errors import OrtAccelError
-from ort_accel.memory.malloc_settings import return_free_memory
-from ort_accel.memory.process_memory import MostInUse, in_use, reset_peak, resident
+from ort_accel.memory.malloc_settings import trim_heap
+from ort_accel.memory.process_memory import AllocationSampler, in_use, reset_high_water_mark, resident
 from ort_accel.optim import FusedAdam, step_in_backward
 from ort_accel.runtime.ort_pool import release_unused
 
@@ -163,12 +163,12 @@ def _grown(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> 
     """By how many bytes what is in use, and what is resident, exceed in a step what they are with empty pools. The step
     begins as any later one does: with all that those before it left in the pools."""
     release_unused()
-    return_free_memory()
+    trim_heap()
     base, used = resident(), in_use()
     for _ in range(FILLING):
         _step(model, batch, optimizer)
-    is_told = reset_peak()
-    looking = MostInUse()
+    is_told = reset_high_water_mark()
+    looking = AllocationSampler()
     _step(model, batch, optimizer)
     most_used, most = looking.end(), resident("VmHWM")
     if base is None or used is None or most is None or most_used is None or not is_told:

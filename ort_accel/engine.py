@@ -11,10 +11,10 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from ort_accel.capture.dynamic_shapes import Foreseen
+from ort_accel.capture.dynamic_shapes import ForeseenSizes
 from ort_accel.compiler.backend import Backend
 from ort_accel.compiler.device_placement import device_of
-from ort_accel.compiler.layer_by_layer import LayeredCall, is_sharded, kinds_of, layers_of
+from ort_accel.compiler.layer_by_layer import LayeredCall, describe_layers, is_sharded, layers_of
 from ort_accel.compiler.module_call import CompiledCall, ModelCall, OutsideLoss
 from ort_accel.compiler.settings import resolve
 from ort_accel.config import Config, load_config
@@ -48,7 +48,7 @@ def accelerate(model: Model, config: ConfigSource = None) -> Model:
     if settings.engine.enabled and shards:
         layers = layers_of(model)
         accelerate_layers(model, settings, layers)
-        report(model).note(f"FSDP2 shards this model, and {kinds_of(layers)} run on ONNX Runtime one by one")
+        report(model).note(f"FSDP2 shards this model, and {describe_layers(layers)} run on ONNX Runtime one by one")
     elif settings.engine.enabled:
         model._compiled_call_impl = CompiledCall(model, Backend(resolve(settings, device), Report()))
     return model
@@ -110,7 +110,7 @@ def runs_by_layers(model: nn.Module) -> bool:
     return isinstance(call_of(model), LayeredCall)
 
 
-def foresee(model: nn.Module, sizes: Foreseen) -> None:
+def foresee(model: nn.Module, sizes: ForeseenSizes) -> None:
     """Tell an accelerated model the sizes of the batches to come, so that it compiles for them at once."""
     call = call_of(model)
     if call is not None:

@@ -63,9 +63,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _explain_lack_of_memory(error: BaseException) -> None:
-    from ort_accel.memory.out_of_memory import explain_lack_of_memory
+    from ort_accel.memory.out_of_memory import explain_out_of_memory
 
-    explain_lack_of_memory(error)
+    explain_out_of_memory(error)
 
 
 def _activate_and_run(given: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ort_accel.runtime import session
-from ort_accel.runtime.device import CPU, CPU_PROVIDER, Place
+from ort_accel.runtime.device import CPU, CPU_PROVIDER, ExecutionDevice
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ def cuda_device(monkeypatch) -> Device:
     monkeypatch.setattr(torch.cuda, "default_stream", lambda *_: made.default)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: made.current)
     monkeypatch.setattr(torch._subclasses.fake_tensor, "init_gpu_context", lambda _: None)  # asks the driver
-    monkeypatch.setattr(Place, "settle", lambda _: setattr(made, "waits", made.waits + 1))
+    monkeypatch.setattr(ExecutionDevice, "settle", lambda _: setattr(made, "waits", made.waits + 1))
     create = onnxruntime.InferenceSession
 
     def on_the_cpu(model: bytes, options: Any, providers: list[Any], **how: Any) -> Any:
@@ -65,7 +65,7 @@ def cuda_device(monkeypatch) -> Device:
         return SimpleNamespace(_sess=inner._sess, get_providers=lambda: names)
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", on_the_cpu)
-    monkeypatch.setattr(Place, "ort_device", lambda _: REAL_ORT_DEVICE(CPU))
+    monkeypatch.setattr(ExecutionDevice, "ort_device", lambda _: REAL_ORT_DEVICE(CPU))
     session.share_memory_pool(CPU)
     monkeypatch.setattr(session, "_SHARED", {("Cpu", 0), ("Cuda", 0)})
     return made
@@ -73,4 +73,4 @@ def cuda_device(monkeypatch) -> Device:
 
 WHOLE = "session.disable_cpu_ep_fallback"
 
-REAL_ORT_DEVICE = Place.ort_device
+REAL_ORT_DEVICE = ExecutionDevice.ort_device

@@ -11,13 +11,13 @@ from torch import fx
 
 from ort_accel.autotune.min_cut import Costs, cheapest
 from ort_accel.autotune.throughput import KernelTimes, Machine, amount_of, is_timed
-from ort_accel.autotune.time_matmuls import Products
+from ort_accel.autotune.time_matmuls import TimedMatmuls
 from ort_accel.graph.nodes import fakes_in
-from ort_accel.lowering.onnx_graph import HALVES
+from ort_accel.lowering.onnx_graph import HALF_DTYPES
 from ort_accel.operators.flops import flops
 from ort_accel.operators.powers import is_long_power
 from ort_accel.partition.assign import Assignment, Refusal
-from ort_accel.partition.known_slow_ops import WORTH_A_CROSSING
+from ort_accel.partition.known_slow_ops import MIN_HANDOVER_ELEMENTS
 from ort_accel.partition.segments import readers_of
 from ort_accel.reporting import Reason, Runner
 
@@ -41,7 +41,7 @@ class Estimator:
     """Lets PyTorch run the nodes that it runs so much faster here that handing tensors over pays."""
 
     machine: Machine
-    products: Products | None = None
+    products: TimedMatmuls | None = None
     """Times of large products at their own sizes."""
 
     def estimates(self, node: fx.Node) -> bool:
@@ -124,11 +124,11 @@ def _is_like_timed(node: fx.Node) -> bool:
 def _is_half(node: fx.Node) -> bool:
     """True if a node reads or makes 16-bit numbers."""
     values = [node.meta["val"], *(argument.meta.get("val") for argument in node.all_input_nodes)]
-    return any(tensor.dtype in HALVES for value in values for tensor in fakes_in(value))
+    return any(tensor.dtype in HALF_DTYPES for value in values for tensor in fakes_in(value))
 
 
 def _is_large(node: fx.Node) -> bool:
-    least = LARGE_MATMUL_FLOPS if flops(node) else WORTH_A_CROSSING
+    least = LARGE_MATMUL_FLOPS if flops(node) else MIN_HANDOVER_ELEMENTS
     return bool(fakes_in(node.meta["val"])) and amount_of(node) >= least
 
 

@@ -13,7 +13,7 @@ from ort_accel.autotune.timer import Runs
 from ort_accel.executor.ort_segment import Fallback, OrtSegment, build
 from ort_accel.executor.program import Symbols
 from ort_accel.executor.torch_segment import PyTorchSegment
-from ort_accel.graph.nodes import fakes_in, op_name, tensors_of
+from ort_accel.graph.nodes import fakes_in, op_name, output_nodes_of
 from ort_accel.graph.symbolic_sizes import hint, hinted_elements
 from ort_accel.partition.assign import Assignment
 from ort_accel.partition.segments import Body, body_of
@@ -60,12 +60,12 @@ def kind_of(node: fx.Node, free: set[fx.Node], *members: fx.Node) -> Kind:
 
 
 def _alone(node: fx.Node, free: set[fx.Node]) -> tuple[Body, list[fx.Node]]:
-    wanted = tensors_of(node)
+    wanted = output_nodes_of(node)
     return body_of([node], wanted, free), wanted
 
 
 def _gives_tensors(node: fx.Node) -> bool:
-    return all(isinstance(made.meta["val"], torch.Tensor) for made in tensors_of(node))
+    return all(isinstance(made.meta["val"], torch.Tensor) for made in output_nodes_of(node))
 
 
 def _key(body: Body) -> str:

@@ -20,12 +20,12 @@ from ort_accel.autotune.timer import Runs, measured, race
 from ort_accel.errors import first_line
 from ort_accel.graph.symbolic_sizes import hint
 from ort_accel.kernels import attention_packed, attention_slim
-from ort_accel.kernels.attention_dense import PYTORCH, Failed, How, Kernels
+from ort_accel.kernels.attention_dense import PYTORCH_ATTENTION, AttentionFailed, AttentionKernels, AttentionOptions
 from ort_accel.kernels.attention_matmul import AttentionProducts
-from ort_accel.kernels.attention_precision import BACKWARD, FORWARD
+from ort_accel.kernels.attention_precision import FLASH_BACKWARD, FLASH_FORWARD
 from ort_accel.kernels.packed_rows import own
 from ort_accel.reporting import Report
-from ort_accel.runtime.picklable_closures import made_by
+from ort_accel.runtime.picklable_closures import picklable_by
 from ort_accel.runtime.sessions import Sessions
 
 Call: TypeAlias = Callable[..., object]
@@ -48,7 +48,7 @@ MIN_SHARE_SAVED = 0.1
 class AttentionBySize:
     """PyTorch's kernels, and products in ONNX Runtime from a number of pairs on."""
 
-    def __init__(self, products: Kernels, min_pairs: float) -> None:
+    def __init__(self, products: AttentionKernels, min_pairs: float) -> None:
         self._products, self._min_pairs = products, min_pairs
         self._failed = False
 
@@ -57,28 +57,31 @@ class AttentionBySize:
         is_single = query.dtype == torch.float32 and query.device.type == "cpu"
         return is_single and not self._failed and pairs >= max(1, self._min_pairs)
 
-    def forward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
+    def forward(self, operands: Sequence[Tensor], how: AttentionOptions) -> Sequence[Tensor]:
         """Returns the result, and what the kernel that made it needs for the gradient."""
         query, key, _ = operands
         if self._takes(query, key, how) and (found := self._try(self._products.forward, operands, how)):
             return found
-        return PYTORCH.forward(operands, how)
+        return PYTORCH_ATTENTION.forward(operands, how)
 
-    def backward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
+    def backward(self, operands: Sequence[Tensor], how: AttentionOptions) -> Sequence[Tensor]:
         """Returns the gradients of query, key and value."""
         grad, *given, out, sums = operands
         if self._takes(given[0], given[1], how) and (found := self._try(self._products.backward, operands, how)):
             return found
         if self._failed and not sums.any():  # the result came from products
-            out, sums = PYTORCH.forward(given, how)
-        return PYTORCH.backward((grad, *given, out, sums), how)
+            out, sums = PYTORCH_ATTENTION.forward(given, how)
+        return PYTORCH_ATTENTION.backward((grad, *given, out, sums), how)
 
-    def _takes(self, query: Tensor, key: Tensor, how: How) -> bool:
+    def _takes(self, query: Tensor, key: Tensor, how: AttentionOptions) -> bool:
         samples, heads, queries = query.shape[:3]
         return how.mask is None and self.drops(query, samples * heads * queries * key.shape[2])
 
     def _try(
-        self, run: Callable[[Sequence[Tensor], How], Sequence[Tensor]], operands: Sequence[Tensor], how: How
+        self,
+        run: Callable[[Sequence[Tensor], AttentionOptions], Sequence[Tensor]],
+        operands: Sequence[Tensor],
+        how: AttentionOptions,
     ) -> Sequence[Tensor]:
         """Returns the result of products; nothing where they fail. From then on PyTorch runs, in less memory."""
         try:
@@ -87,11 +90,11 @@ class AttentionBySize:
             self._failed = True
             LOG.warning("ONNX Runtime failed at attention, which PyTorch runs from now on: %s", first_line(error))
             if how.kept is not None:
-                raise Failed from error
+                raise AttentionFailed from error
             return ()
 
 
-class Attention:
+class TimedAttention:
     """Replaces attention of PyTorch that ONNX Runtime runs faster as products."""
 
     def __init__(self, machine: Machine, report: Report) -> None:
@@ -121,39 +124,39 @@ def _plain(
     key: Tensor,
     value: Tensor,
     *more: bool,
-    kernels: Kernels,
+    kernels: AttentionKernels,
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Sequence[Tensor]:
     is_causal = more[1] if len(more) > 1 else is_causal  # behind the share that is dropped, which is 0 on the CPU
-    return kernels.forward((query, key, value), How(attn_mask, is_causal, scale))
+    return kernels.forward((query, key, value), AttentionOptions(attn_mask, is_causal, scale))
 
 
 def _plain_backward(
-    *operands: Any, kernels: Kernels, attn_mask: Tensor | None = None, scale: float | None = None
+    *operands: Any, kernels: AttentionKernels, attn_mask: Tensor | None = None, scale: float | None = None
 ) -> Sequence[Tensor]:
     *tensors, _, is_causal = operands
-    return kernels.backward(tensors, How(attn_mask, is_causal, scale))
+    return kernels.backward(tensors, AttentionOptions(attn_mask, is_causal, scale))
 
 
 _CALLS: dict[Target, Call] = {
-    FORWARD: _plain,
-    BACKWARD: _plain_backward,
-    attention_slim.LEAN_FORWARD.default: attention_slim.attention,
-    attention_slim.LEAN_BACKWARD.default: attention_slim.attention_backward,
+    FLASH_FORWARD: _plain,
+    FLASH_BACKWARD: _plain_backward,
+    attention_slim.SLIM_FORWARD.default: attention_slim.attention,
+    attention_slim.SLIM_BACKWARD.default: attention_slim.attention_backward,
     own.scaled_dot_product_of_rows.default: attention_packed.attention,
     own.scaled_dot_product_of_rows_backward.default: attention_packed.attention_backward,
 }
 """Attention operators, with the functions that compute them by given kernels."""
 
 
-def _with(kernels: Kernels, function: Call) -> Call:
+def _with(kernels: AttentionKernels, function: Call) -> Call:
     def call(*given: object, **named: object) -> object:
         return function(*given, **named, kernels=kernels)
 
     call.__name__ = f"{function.__name__.lstrip('_')}_by_products"
-    return made_by(call, _with, kernels, function)
+    return picklable_by(call, _with, kernels, function)
 
 
 def _tokens(node: fx.Node) -> float:
@@ -179,15 +182,15 @@ def _measured(machine: Machine, length: int, width: int) -> AttentionBySize | No
     return None if min_pairs is None else AttentionBySize(products, min_pairs)
 
 
-def _runs(products: Kernels, samples: int, tokens: int, width: int) -> Runs:
+def _runs(products: AttentionKernels, samples: int, tokens: int, width: int) -> Runs:
     """Returns both directions of an attention by each of the kernels."""
     grad, *given = (torch.empty(samples, tokens, HEADS, width).uniform_(-1, 1).transpose(1, 2) for _ in range(4))
-    how = How(None, False, None)
+    how = AttentionOptions(None, False, None)
 
-    def run(kernels: Kernels) -> None:
+    def run(kernels: AttentionKernels) -> None:
         kernels.backward((grad, *given, *kernels.forward(given, how)), how)
 
-    return {"pytorch": lambda: run(PYTORCH), "products": lambda: run(products)}
+    return {"pytorch": lambda: run(PYTORCH_ATTENTION), "products": lambda: run(products)}
 
 
 def _min_pairs(pairs: Sequence[int], saved: Sequence[float]) -> float | None:

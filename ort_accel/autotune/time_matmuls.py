@@ -16,7 +16,7 @@ from ort_accel.autotune.node_kinds import kind_of
 from ort_accel.autotune.throughput import KernelTimes, Machine, call_of, handover_of
 from ort_accel.autotune.timer import measured, race
 from ort_accel.graph.symbolic_sizes import expression, hint
-from ort_accel.kernels.onednn_matmul import PRODUCTS, can_multiply, product, product_of_known_sizes
+from ort_accel.kernels.onednn_matmul import ONEDNN_OPERATORS, can_multiply, onednn_for_frequent_sizes, onednn_product
 from ort_accel.operators.flops import flops
 from ort_accel.reporting import Report
 from ort_accel.runtime.sessions import Sessions
@@ -67,7 +67,7 @@ class MatmulTimes:
         return self.onednn is not None and self.onednn < (1 - MIN_SHARE_SAVED_BY_ONEDNN) * self.pytorch
 
 
-class Products:
+class TimedMatmuls:
     """Times the large products of this process, each once."""
 
     def __init__(self, machine: Machine, report: Report) -> None:
@@ -91,16 +91,16 @@ class Products:
         better = [node for node in nodes if (found := self._times(node)) and found.prefers_onednn]
         if better:
             self._report.counters["products by oneDNN, where sizes come again"] += len(better)
-        return {node: product_of_known_sizes(node.target) for node in better}
+        return {node: onednn_for_frequent_sizes(node.target) for node in better}
 
     def for_known_sizes(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Callable[..., Tensor]]:
         """Returns the products of varying sizes that oneDNN runs faster than PyTorch, once it knows the sizes."""
         timed = ((node, self._times(node)) for node in nodes)
         better = (node for node, found in timed if found and found.prefers_onednn)
-        return {node: product for node in better if not _is_of_fixed_size(node)}
+        return {node: onednn_product for node in better if not _is_of_fixed_size(node)}
 
     def _times(self, node: fx.Node) -> MatmulTimes | None:
-        is_plain = node.target in PRODUCTS and not node.kwargs and node.meta["val"].dtype == torch.float32
+        is_plain = node.target in ONEDNN_OPERATORS and not node.kwargs and node.meta["val"].dtype == torch.float32
         if not is_plain or flops(node) < LARGE_FLOPS:
             return None
         key = self._machine, kind_of(node, set()).key
@@ -123,8 +123,8 @@ def _race(machine: Machine, handover: Handover, node: fx.Node) -> MatmulTimes:
     operands = _operands(node)
     module, call = call_of(node.target, operands)
     runs = dict(kind_of(call, set(), call).runs(module, machine.opset, Sessions(machine.settings), {}))
-    if can_multiply(node) and _agree(node.target(*operands), product(*operands)):
-        runs[ONEDNN] = partial(product, *operands)
+    if can_multiply(node) and _agree(node.target(*operands), onednn_product(*operands)):
+        runs[ONEDNN] = partial(onednn_product, *operands)
     seconds = race(runs, ROUNDS, in_a_row=1 if flops(call) > LONG_FLOPS else 2)
     costs = handover.without_start(seconds)
     return MatmulTimes(costs.ort, costs.pytorch, seconds.get(ONEDNN), flops(call))

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import ort_accel
 from ort_accel.files import write_aside
 from ort_accel.reporting import Report
-from ort_accel.runtime.device import Place
+from ort_accel.runtime.device import ExecutionDevice
 from ort_accel.runtime.installed_ort import Flavor
 from ort_accel.runtime.ort_pool import release_unused
 from ort_accel.runtime.session import SessionSettings
@@ -95,7 +95,7 @@ def race(runs: Runs, rounds: int = ROUNDS, in_a_row: int = 1) -> Seconds:
 
 
 @contextmanager
-def isolated(place: Place) -> Iterator[None]:
+def isolated(place: ExecutionDevice) -> Iterator[None]:
     """Run real tensors while the code around is traced. The random number generators stay as they are."""
     with (
         _disable_current_modes(),
@@ -106,7 +106,7 @@ def isolated(place: Place) -> Iterator[None]:
         yield
 
 
-def measured(place: Place, measure: Callable[[], MeasurementT]) -> MeasurementT | None:
+def measured(place: ExecutionDevice, measure: Callable[[], MeasurementT]) -> MeasurementT | None:
     """Measures in isolation. Returns None if that fails, as it does where one side has no kernel."""
     with isolated(place):
         try:
@@ -117,7 +117,7 @@ def measured(place: Place, measure: Callable[[], MeasurementT]) -> MeasurementT 
             release_unused()  # the pool holds the memory of the largest call
 
 
-class Results:
+class SavedTimings:
     """Measurements by fingerprint, in a file where one is named. A bad file costs only the time it would save."""
 
     def __init__(self, path: Path | None, context: str, report: Report) -> None:

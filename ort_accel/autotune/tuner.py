@@ -14,11 +14,11 @@ from ort_accel.autotune import handover_cost
 from ort_accel.autotune.min_cut import Costs, cheapest
 from ort_accel.autotune.node_kinds import Kind, kinds_in, text_of
 from ort_accel.autotune.synthetic_inputs import symbols_of, synthetic_inputs
-from ort_accel.autotune.timer import Results, Seconds, Stopwatch, isolated
+from ort_accel.autotune.timer import SavedTimings, Seconds, Stopwatch, isolated
 from ort_accel.errors import in_a_line
 from ort_accel.executor.program import Program
-from ort_accel.graph.nodes import fakes_in, is_part, is_size, is_watched, op_name
-from ort_accel.kernels.attention_slim import LEAN
+from ort_accel.graph.nodes import fakes_in, is_getitem, is_size, is_watch_call, op_name
+from ort_accel.kernels.attention_slim import SLIM_ATTENTION
 from ort_accel.kernels.dropout_mask import kept
 from ort_accel.kernels.packed_rows import ROW_OPERATORS
 from ort_accel.lowering.registry import lowerings
@@ -55,7 +55,7 @@ class Tuner:
     opset: int
     sessions: Sessions
     stopwatch: Stopwatch
-    results: Results
+    results: SavedTimings
     report: Report
     only_saved: bool = False
     """Follow earlier results, and measure nothing: new measurements may choose differently from run to run."""
@@ -190,10 +190,10 @@ def _refusals(division: Division, details: Mapping[fx.Node, str] = MappingProxyT
 def _side_effects(graph: fx.Graph) -> str:
     """Returns why the graph must not run with synthetic inputs before the training begins; empty if it may."""
     for node in graph.nodes:
-        if node.op != "call_function" or is_part(node) or is_size(node):
+        if node.op != "call_function" or is_getitem(node) or is_size(node):
             continue
         target = node.target
-        if is_watched(node) or not (target in lowerings() or target is kept or _only_computes(target)):
+        if is_watch_call(node) or not (target in lowerings() or target is kept or _only_computes(target)):
             return f"{op_name(node)} may do more than compute"
         if free_unbacked_symbols(fakes_in(node.meta["val"])):
             return f"the sizes that {op_name(node)} gives depend on data"
@@ -203,7 +203,7 @@ def _side_effects(graph: fx.Graph) -> str:
 def _only_computes(target: object) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return target.namespace in PURE_NAMESPACES or target.overloadpacket in ROW_OPERATORS | LEAN
+    return target.namespace in PURE_NAMESPACES or target.overloadpacket in ROW_OPERATORS | SLIM_ATTENTION
 
 
 def _call(program: Program, inputs: list[object]) -> Callable[[], object]:

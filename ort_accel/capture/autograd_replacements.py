@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Written:
+class Replacement:
     """An autograd function as operators."""
 
     operators: Callable[..., Any]
@@ -32,10 +32,10 @@ class Written:
     """True if the operators are to be used for these arguments; tensors are fake, unknown arguments are None."""
 
 
-_REPLACEMENTS: dict[type[Function], Written] = {}
+_REPLACEMENTS: dict[type[Function], Replacement] = {}
 
 
-def write_out(function: type[Function], written: Written) -> None:
+def capture_as_operators(function: type[Function], written: Replacement) -> None:
     """Capture a function as these operators from now on."""
     _REPLACEMENTS[function] = written
 

@@ -19,7 +19,7 @@ PROBLEM_TYPE = "problem_type"
 
 
 @dataclass
-class Foreseen:
+class ForeseenSizes:
     """Says which sizes of the batches to come will change; known before the first one is there."""
 
     lengths: bool = False
@@ -27,13 +27,13 @@ class Foreseen:
     batch: bool = False
     """A batch, such as the last of an epoch, will have fewer samples."""
 
-    def add(self, more: Foreseen) -> None:
+    def add(self, more: ForeseenSizes) -> None:
         """Add what else is known."""
         self.lengths |= more.lengths
         self.batch |= more.batch
 
 
-class OpenSizes:
+class DynamicDims:
     """Marks which dimensions of a call's inputs are dynamic.
 
     The first shapes are static, unless changes are foreseen. From the second shapes on, the first dimension of every
@@ -42,7 +42,7 @@ class OpenSizes:
     dimensions, such as those of a picture, stay static: fully dynamic graphs can take minutes to capture.
     """
 
-    def __init__(self, foreseen: Foreseen) -> None:
+    def __init__(self, foreseen: ForeseenSizes) -> None:
         self._foreseen = foreseen
         self._first: dict[tuple[int, ...], list[torch.Size]] = {}
         self._dynamic: dict[tuple[int, ...], list[set[int]]] = {}

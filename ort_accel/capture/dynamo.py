@@ -40,7 +40,7 @@ LOG_ONCE_METHODS = ("warning_once", "info_once", "warning_advice")
 """Methods that transformers adds to `logging.Logger`. Dynamo ignores them instead of breaking the graph."""
 
 
-FOR_DYNAMO = (TorchDynamoException, *exceptions_allowed_to_be_fallback)
+DYNAMO_ERRORS = (TorchDynamoException, *exceptions_allowed_to_be_fallback)
 """Errors that a backend does not catch: they tell Dynamo to restart, or to break the graph."""
 
 LogFunction = Callable[..., object]
@@ -86,7 +86,7 @@ def capturing() -> Iterator[None]:
             raise KeyboardInterrupt from None  # without the compiler's frames
 
 
-def forget(code: CodeType, backend: ref[Callable[..., object]]) -> None:
+def free_compiled(code: CodeType, backend: ref[Callable[..., object]]) -> None:
     """Free all that was compiled for code that nothing calls any more, and its backend.
 
     Dynamo itself keeps both for good. Code behind a graph break may be shared by models; its compilations stay.
@@ -114,7 +114,7 @@ class GraphBreaks:
 
 
 @contextmanager
-def graph_breaks_in(report: Report, breaks: GraphBreaks, check: Callable[[str], None]) -> Iterator[None]:
+def record_graph_breaks(report: Report, breaks: GraphBreaks, check: Callable[[str], None]) -> Iterator[None]:
     """Record the graph breaks of a call, and let `check`, the policy for fallbacks, judge them."""
     breaks.new()
     yield
@@ -130,7 +130,7 @@ def _was_compiling(error: BaseException) -> bool:
     return any(frame.f_globals.get("__name__") == "torch._dynamo.convert_frame" for frame in frames)
 
 
-def said_by(error: Exception) -> str:
+def error_summary(error: Exception) -> str:
     """Return the type of an error, with its message in short."""
     return f"{type(error).__name__}: {_summary(str(error))}"
 

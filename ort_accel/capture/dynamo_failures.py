@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 OnFailure = Callable[[str, Exception, str], None]
 """Called with the code that is left to Python, the fault, and the line at which Dynamo failed."""
 
-_ACTIVE: ContextVar[LeftToPython | None] = ContextVar("handles failures of Dynamo", default=None)
+_ACTIVE: ContextVar[SkippedCode | None] = ContextVar("handles failures of Dynamo", default=None)
 
 
 class NotCapturedError(Exception):
@@ -37,7 +37,7 @@ class NotCapturedError(Exception):
         self.code, self.fault = code, fault
 
 
-class LeftToPython:
+class SkippedCode:
     """Remembers which code runs in Python, for the calls of one function."""
 
     def __init__(self, on_failure: OnFailure) -> None:
@@ -74,9 +74,9 @@ class LeftToPython:
             _ACTIVE.reset(before)
             self._failed = {}
         self._skipped.update(failed)
-        innermost = {line_of_fault(fault) or code: code for code, fault in failed.items()}  # callers fail with it
+        innermost = {failure_line(fault) or code: code for code, fault in failed.items()}  # callers fail with it
         for code in innermost.values():
-            self._on_failure(f"code of {code.co_qualname}", failed[code], line_of_fault(failed[code]))
+            self._on_failure(f"code of {code.co_qualname}", failed[code], failure_line(failed[code]))
 
     def convert(self, code: CodeType, convert: Callable[[], ConvertFrameReturn]) -> ConvertFrameReturn:
         """Return Dynamo's conversion of some code, or the order to run it in Python this time."""
@@ -96,13 +96,13 @@ class LeftToPython:
         return ConvertFrameReturn(_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT), apply_to_code=False)
 
 
-def is_in_parts() -> bool:
+def is_behind_graph_break() -> bool:
     """True if Python calls what is being captured, and goes on with its results before they are a model's."""
     active = _ACTIVE.get()
     return active is not None and active.is_in_parts
 
 
-def line_of_fault(fault: Exception) -> str:
+def failure_line(fault: Exception) -> str:
     """Return the line of the model at which Dynamo failed, or an empty text."""
     frame = getattr(fault, "innermost_user_frame_summary", None)
     return f"{PurePath(frame.filename).name}:{frame.lineno}: {frame.line}" if frame is not None else ""

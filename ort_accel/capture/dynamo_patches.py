@@ -20,7 +20,7 @@ from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from ort_accel.kernels.tensor_asserts import FAILED
+from ort_accel.kernels.tensor_asserts import ASSERT_FAILED
 
 TENSOR_CHECKS = (torch._check_tensor_all, torch._check_tensor_all_with)
 
@@ -72,7 +72,7 @@ def _patch_tensor_checks() -> None:
         if not isinstance(condition, TensorVariable):
             return original(self, tx, args, kwargs)
         holds = condition.call_method(tx, "_is_all_true", [], {})
-        tx.output.create_proxy("call_function", torch._assert_async, (holds.as_proxy(), FAILED), {})
+        tx.output.create_proxy("call_function", torch._assert_async, (holds.as_proxy(), ASSERT_FAILED), {})
         return ConstantVariable.create(None)
 
     TorchInGraphFunctionVariable.call_function = call_function  # type: ignore[method-assign]

@@ -38,7 +38,7 @@ GLOBAL_HOOKS = (
 _CODE = attrgetter("__code__")
 
 
-def guard_overlooked(graph: fx.Graph) -> None:
+def add_extra_guards(graph: fx.Graph) -> None:
     """Recompile what is being compiled when methods that it inlined, or hooks on all modules, change."""
     context = TracingContext.try_get()
     if context is not None:
@@ -47,7 +47,7 @@ def guard_overlooked(graph: fx.Graph) -> None:
 
 
 @contextmanager
-def as_captured(graph: fx.Graph) -> Iterator[None]:
+def original_functions(graph: fx.Graph) -> Iterator[None]:
     """Put the original functions back into `torch.nn.functional` while a graph that calls them is traced.
 
     Dynamo has inlined a wrapper that somebody put around such a function, so the graph has its operators already.

@@ -30,7 +30,7 @@ CHECKPOINT_OPTIONS = {"use_reentrant", "preserve_rng_state", "determinism_check"
 """Options of a checkpoint that do not change its results: random numbers are repeated in any case."""
 
 
-def breaks_off(module: fx.GraphModule) -> bool:
+def ends_at_graph_break(module: fx.GraphModule) -> bool:
     """True if a graph ends at a graph break, and Python goes on with its outputs."""
     reason = getattr(module, "compile_subgraph_reason", None)
     return reason is None or reason.graph_break
@@ -40,7 +40,7 @@ def _symbols(size: int | torch.SymInt) -> set[sympy.Symbol]:
     return size.node._expr.free_symbols if isinstance(size, torch.SymInt) else set()
 
 
-def own_backwards(module: fx.GraphModule) -> bool:
+def has_lost_backward(module: fx.GraphModule) -> bool:
     """True if tracing would lose how parts of a graph are differentiated or recomputed."""
     return any(_is_lost(node) for node in module.graph.nodes)
 
@@ -51,7 +51,11 @@ def _is_lost(node: fx.Node) -> bool:
         return isinstance(node.target, torch._ops.HigherOrderOperator)
     name = cast("fx.Node", node.args[0]).target
     body: fx.GraphModule = operator.attrgetter(str(name))(node.graph.owning_module)
-    return bool(node.kwargs.keys() - CHECKPOINT_OPTIONS) or "_checkpoint_context_fn" in body.meta or own_backwards(body)
+    return (
+        bool(node.kwargs.keys() - CHECKPOINT_OPTIONS)
+        or "_checkpoint_context_fn" in body.meta
+        or has_lost_backward(body)
+    )
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ort_accel.recompute.checkpoint_marks import mark
+from ort_accel.recompute.checkpoint_marks import mark_recompute
 
 if TYPE_CHECKING:
     from torch.fx.experimental.proxy_tensor import PythonKeyTracer
@@ -137,7 +137,7 @@ class _CheckpointInterpreter(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "call_function" or n.op == "call_method":
-            mark(n, self._number)
+            mark_recompute(n, self._number)
             self._outermost.enter(n)
         if n.target is tag_activation_checkpoint:
             return run_checkpoint(self, n, self._outermost)

@@ -18,7 +18,7 @@ BACKENDS = {
 
 
 @contextmanager
-def attention_as(wish: str) -> Iterator[None]:
+def attention_backend(wish: str) -> Iterator[None]:
     """Capture attention with the backend of this name. `auto` leaves the choice to PyTorch.
 
     A fused kernel stays one node in forward and backward, which PyTorch runs; `products` become matrix products in ONNX

@@ -23,7 +23,7 @@ BACKWARD_NODE = "CompiledFunctionBackward"
 
 
 @dataclass(frozen=True)
-class Partial:
+class PartialGradient:
     """A gradient that depends on some of a graph's outputs only."""
 
     edge: int
@@ -34,7 +34,7 @@ class Partial:
     """Indices of the outputs that it depends on."""
 
 
-def partial_gradients(joint: fx.Graph, outputs: int) -> list[Partial]:
+def partial_gradients(joint: fx.Graph, outputs: int) -> list[PartialGradient]:
     """Return the gradients of a joint graph that depend on some of its forward's `outputs` only.
 
     The list is empty if an incoming gradient is not described as that of an output.
@@ -51,7 +51,9 @@ def partial_gradients(joint: fx.Graph, outputs: int) -> list[Partial]:
     tensors = [index for index, node in enumerate(primals) if isinstance(node.meta.get("val"), Tensor)]
     found = [(edge, gradients[index]) for edge, index in enumerate(tensors)]
     reached = [(edge, sources[node]) for edge, node in found if isinstance(node, fx.Node)]
-    return [Partial(edge, len(tensors), indices) for edge, indices in reached if indices and indices != everything]
+    return [
+        PartialGradient(edge, len(tensors), indices) for edge, indices in reached if indices and indices != everything
+    ]
 
 
 def _is_tangent(node: fx.Node) -> bool:
@@ -67,15 +69,15 @@ def _sources(joint: fx.Graph, tangents: dict[fx.Node, int]) -> dict[fx.Node, fro
     return sources
 
 
-class WithoutUnused:
+class WithoutUnusedGradients:
     """A compiled graph that gives a partial gradient only if the loss used one of its outputs."""
 
-    def __init__(self, run: Callable[..., Any], partial: Sequence[Partial]) -> None:
+    def __init__(self, run: Callable[..., Any], partial: Sequence[PartialGradient]) -> None:
         self._run, self._partial = run, partial
 
     def __call__(self, *inputs: Any) -> Any:
         outputs = self._run(*inputs)
-        node = next(nodes_of(outputs, inputs), None)
+        node = next(backward_nodes(outputs, inputs), None)
         if node is not None:
             targets = node.next_functions
             partial = [(item, targets[item.edge][0]) for item in self._partial if item.tensors == len(targets)]
@@ -83,7 +85,7 @@ class WithoutUnused:
         return outputs
 
 
-def nodes_of(outputs: Sequence[object], inputs: Sequence[object]) -> Iterator[Node]:
+def backward_nodes(outputs: Sequence[object], inputs: Sequence[object]) -> Iterator[Node]:
     """Yield the autograd node of a graph that was just called, once for each output that belongs to it."""
     before = {id(item.grad_fn) for item in inputs if isinstance(item, Tensor)}
     for item in outputs:
@@ -95,7 +97,7 @@ def nodes_of(outputs: Sequence[object], inputs: Sequence[object]) -> Iterator[No
 class _DropUnused:
     """A hook behind the backward of one call that drops gradients which were computed from zeros."""
 
-    def __init__(self, partial: Sequence[tuple[Partial, Node | None]]) -> None:
+    def __init__(self, partial: Sequence[tuple[PartialGradient, Node | None]]) -> None:
         """`partial` has each gradient with the autograd node that it goes to."""
         self._partial = partial
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ort_accel
 from ort_accel.errors import RuntimeMissingError
-from ort_accel.memory.malloc_settings import JOINING, leaves_gaps
+from ort_accel.memory.malloc_settings import COALESCING_TUNABLE, fragments_heap
 from ort_accel.runtime import installed_ort, ort_distributions
 from ort_accel.runtime.kernel_probes import FUSED, RECENT, TRAINING
 
@@ -173,9 +173,10 @@ def _device_warnings(runtime: Runtime, devices: Devices | None) -> list[str]:
 
 
 def _memory_warnings(devices: Devices | None) -> list[str]:
-    if devices and not devices.cuda and leaves_gaps():
+    if devices and not devices.cuda and fragments_heap():
         return [
             "glibc leaves gaps between what a step frees, which can take as much as what is in use; "
-            f"`ort-accel launch` starts processes without them, or set GLIBC_TUNABLES={JOINING} before training starts"
+            f"`ort-accel launch` starts processes without them, or set GLIBC_TUNABLES={COALESCING_TUNABLE} before "
+            "training starts"
         ]
     return []

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from ort_accel.cli.accelerate_file import AccelerateFile
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.activation import usable_config
-from ort_accel.memory.malloc_settings import JOINING, leaves_gaps
+from ort_accel.memory.malloc_settings import COALESCING_TUNABLE, fragments_heap
 
 RUNNER = "ort_accel.run"
 PROGRAM = "ort-accel launch"
@@ -133,8 +133,8 @@ def _set_up_cpus(args: Namespace, file: AccelerateFile | None) -> None:
 def _join_freed_blocks() -> None:
     """Let glibc join freed blocks in the processes to be started, unless the user has set its cache."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    if leaves_gaps() and JOINING.partition("=")[0] not in tunables:
-        os.environ["GLIBC_TUNABLES"] = f"{tunables}:{JOINING}".lstrip(":")
+    if fragments_heap() and COALESCING_TUNABLE.partition("=")[0] not in tunables:
+        os.environ["GLIBC_TUNABLES"] = f"{tunables}:{COALESCING_TUNABLE}".lstrip(":")
 
 
 def _run_launcher(args: Namespace) -> int:

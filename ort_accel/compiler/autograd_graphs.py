@@ -16,19 +16,19 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 from torch._guards import TracingContext
 
-from ort_accel.capture.unused_outputs import Partial, WithoutUnused, partial_gradients
+from ort_accel.capture.unused_outputs import PartialGradient, WithoutUnusedGradients, partial_gradients
 from ort_accel.compiler.compile_graph import lower_graph
 from ort_accel.compiler.lowering import Lowering
 from ort_accel.compiler.settings import Settings
-from ort_accel.eager.double_backward import Differentiable
+from ort_accel.eager.double_backward import DoubleBackward
 from ort_accel.executor.program import Program
-from ort_accel.graph_cache.aot_results import ProgramCode, result_of
-from ort_accel.partition.split_at_gradients import Gradients, Source
+from ort_accel.graph_cache.aot_results import ProgramCode, aot_result
+from ort_accel.partition.split_at_gradients import Gradients, GradientSource
 from ort_accel.passes.pipeline import Stage, run_passes
 from ort_accel.passes.split_dropout import keep_unused_draws
-from ort_accel.recompute.backward_gradients import gradients_of
-from ort_accel.recompute.planner import Recompute
-from ort_accel.recompute.split_joint_graph import Pair
+from ort_accel.recompute.backward_gradients import gradient_sources
+from ort_accel.recompute.planner import MemoryPlanner
+from ort_accel.recompute.split_joint_graph import GraphPair
 from ort_accel.reporting import Report
 
 CompiledGraph = Callable[..., Sequence[object]]
@@ -41,7 +41,7 @@ class AutogradCompiler:
 
     settings: Settings
     lowering: Lowering
-    recompute: Recompute
+    recompute: MemoryPlanner
     check: Callable[[str], None]
     """Called with a graph's name when it was lowered; raises if its fallbacks are not allowed."""
     keeps_records: bool
@@ -64,9 +64,9 @@ class AutogradCompiler:
         with keep_unused_draws():
             run = compile_graph(module, inputs)
         if self.keeps_records:
-            run = result_of(run, module)
+            run = aot_result(run, module)
         self.lowering.trim_memory()
-        return WithoutUnused(run, graph.partial) if graph.partial else run
+        return WithoutUnusedGradients(run, graph.partial) if graph.partial else run
 
 
 @dataclass
@@ -77,19 +77,19 @@ class _CapturedGraph:
     number: int
     lasting: set[str] = field(default_factory=set)
     """Names of the inputs whose memory stays in place from step to step."""
-    gradients: list[Source | None] = field(default_factory=list)
+    gradients: list[GradientSource | None] = field(default_factory=list)
     """The inputs that the backward's outputs are the gradients of."""
-    partial: list[Partial] = field(default_factory=list)
+    partial: list[PartialGradient] = field(default_factory=list)
     """Gradients that depend on some outputs only."""
 
-    def split(self, joint: fx.GraphModule, inputs: Sequence[object], **how: Any) -> Pair:
+    def split(self, joint: fx.GraphModule, inputs: Sequence[object], **how: Any) -> GraphPair:
         """Split a joint graph into forward and backward."""
         outputs: int = how["num_fwd_outputs"]
         self.partial += partial_gradients(joint.graph, outputs)
         self._run_passes(joint.graph, Stage.JOINT)
         pair = self.compiler.recompute.partition(joint, inputs, f"graph {self.number}", **how)
         if self.compiler.lowering.leaves is not None:
-            self.gradients += gradients_of(*pair, kept_from=outputs)
+            self.gradients += gradient_sources(*pair, kept_from=outputs)
         return pair
 
     def forward(self, module: fx.GraphModule, _: Sequence[object]) -> Program | ProgramCode:
@@ -142,7 +142,7 @@ def _static_inputs(module: fx.GraphModule) -> list[str]:
 
 def twice_differentiable(run: CompiledGraph, module: fx.GraphModule, report: Report) -> CompiledGraph:
     """Returns the compiled graph with a backward in eager mode for `create_graph=True`; unchanged for inference."""
-    return Differentiable(run, module, _Counted(report)) if torch.is_grad_enabled() else run
+    return DoubleBackward(run, module, _Counted(report)) if torch.is_grad_enabled() else run
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 
-from ort_accel.capture.dynamic_shapes import Foreseen
-from ort_accel.capture.dynamo import FOR_DYNAMO
-from ort_accel.capture.dynamo_failures import is_in_parts
-from ort_accel.capture.extra_guards import as_captured, guard_overlooked
-from ort_accel.capture.forward_graph import breaks_off
-from ort_accel.capture.sdpa_backend import attention_as
+from ort_accel.capture.dynamic_shapes import ForeseenSizes
+from ort_accel.capture.dynamo import DYNAMO_ERRORS
+from ort_accel.capture.dynamo_failures import is_behind_graph_break
+from ort_accel.capture.extra_guards import add_extra_guards, original_functions
+from ort_accel.capture.forward_graph import ends_at_graph_break
+from ort_accel.capture.sdpa_backend import attention_backend
 from ort_accel.compiler.autograd_graphs import AutogradCompiler, CompiledGraph, twice_differentiable
 from ort_accel.compiler.cached_graphs import cached_graphs, can_cache
-from ort_accel.compiler.compile_graph import foreseen
+from ort_accel.compiler.compile_graph import predict_segments
 from ort_accel.compiler.features import record_features, record_settings
 from ort_accel.compiler.lowering import lowering_for
 from ort_accel.compiler.refusals import is_on_meta, refuse_forbidden, refuse_moved
@@ -31,14 +31,14 @@ from ort_accel.config import Config, load_config
 from ort_accel.eager.comparison import EagerComparison
 from ort_accel.eager.evaluation import Evaluation
 from ort_accel.eager.fallback import FallbackPolicy
-from ort_accel.eager.held_outputs import KeptOutputs
-from ort_accel.eager.run_eager import in_eager
+from ort_accel.eager.held_outputs import HeldOutputs
+from ort_accel.eager.run_eager import eager_function
 from ort_accel.errors import OrtAccelError
 from ort_accel.observe.logs import configure
 from ort_accel.observe.progress import Progress
 from ort_accel.passes.pipeline import Stage, run_passes
-from ort_accel.recompute.peak_memory import Holding
-from ort_accel.recompute.planner import Recompute
+from ort_accel.recompute.peak_memory import PoolBehaviour
+from ort_accel.recompute.planner import MemoryPlanner
 from ort_accel.reporting import Report
 from ort_accel.runtime.device import CPU
 from ort_accel.runtime.host_memory import host_memory
@@ -64,12 +64,12 @@ class Backend:
         self.skipping = RowSkippingPolicy(config, report, settings.sees_steps)
         self.evaluation = _evaluation(settings, report)
         self.comparison = EagerComparison(config, report, settings.place.device, sees_steps=settings.sees_steps)
-        self.foreseen = Foreseen()
+        self.foreseen = ForeseenSizes()
         self.cached = cached_graphs(settings, self.skipping, report, self._objects)
         self.compiler = AutogradCompiler(
             settings, self.lowering, self._recompute(), self.policy.check, keeps_records=can_cache(settings)
         )
-        self._held_outputs = KeptOutputs() if config.compute.loss_only == "auto" else None
+        self._held_outputs = HeldOutputs() if config.compute.loss_only == "auto" else None
         self._rows = RowSkippingCompiler(self.skipping, self.compiler.compile, self._held_outputs)
         self.memory_watch = memory_watch(settings, report, self.lowering)
         self.report_file = report_file(settings, report)
@@ -88,18 +88,18 @@ class Backend:
         refuse_forbidden(module, self.config.engine)
         refuse_moved(inputs, self.settings.place)
         if is_on_meta(inputs):
-            return in_eager(module)
+            return eager_function(module)
         self.comparison.captured(module)
-        guard_overlooked(module.graph)
+        add_extra_guards(module.graph)
         self._follow_pytorch()
         run_passes(module.graph, Stage.CAPTURED, self.lowering.passes, self.report)
-        self.skipping.graph_breaks |= breaks_off(module) or is_in_parts()
+        self.skipping.graph_breaks |= ends_at_graph_break(module) or is_behind_graph_break()
         segments = len(self.report.segments)
         try:
-            attention, captured = attention_as(self.config.compute.attention), as_captured(module.graph)
+            attention, captured = attention_backend(self.config.compute.attention), original_functions(module.graph)
             with self.report.timed("capture"), attention, captured:
                 return self._cached_or_compiled(module, inputs)
-        except (OrtAccelError, *FOR_DYNAMO):
+        except (OrtAccelError, *DYNAMO_ERRORS):
             raise
         except KeyboardInterrupt:  # the next call compiles anew
             del self.report.segments[segments:]
@@ -107,7 +107,7 @@ class Backend:
         except Exception as error:  # AOTAutograd or a pass failed on the graph
             del self.report.segments[segments:]
             self.policy.not_compiled("a graph", error)
-            return in_eager(module)
+            return eager_function(module)
 
     def _cached_or_compiled(self, module: fx.GraphModule, inputs: Sequence[object]) -> CompiledGraph:
         if self.cached is None or TracingContext.try_get() is None:
@@ -153,17 +153,17 @@ class Backend:
             return self._rows.compile(module, inputs)
         return twice_differentiable(self.compiler.compile(module, inputs), module, self.report)
 
-    def _recompute(self) -> Recompute:
+    def _recompute(self) -> MemoryPlanner:
         config, lowering = self.config, self.lowering
-        holding = Holding(
+        holding = PoolBehaviour(
             shrinks=config.memory.frugal,
             shrinks_each_time=self.settings.session.shrinks,
             pool_from=lowering.pool_from,
             shared=self.settings.place.torch_memory,
             steps_early=lowering.leaves is not None and config.optimizer.step_in_backward,
         )
-        cutter = partial(foreseen, lowering=lowering)
-        return Recompute(config.memory, self.report, cutter, holding, config.observe.memory_stats)
+        cutter = partial(predict_segments, lowering=lowering)
+        return MemoryPlanner(config.memory, self.report, cutter, holding, config.observe.memory_stats)
 
     def _follow_pytorch(self) -> None:
         """Compile by PyTorch's present settings if they have changed; Dynamo captures anew then."""

@@ -10,7 +10,7 @@ from ort_accel.compiler.autograd_graphs import CompiledGraph
 from ort_accel.compiler.row_dispatch import RowDispatch, RowSkippingPolicy, hints
 from ort_accel.compiler.settings import Settings
 from ort_accel.graph_cache.aot_results import has_records, results_can_be_kept
-from ort_accel.graph_cache.store import SUFFIX, Kept, KeptGraphs, Making, parts_of, shapes
+from ort_accel.graph_cache.store import SUFFIX, CompilationRecord, GraphStore, StoredGraph, named_parts, shape_env
 from ort_accel.reporting import Report
 from ort_accel.runtime.signed_files import SignedFiles
 
@@ -19,7 +19,7 @@ class CachedGraphs:
     """The compiled graphs of one model that a folder keeps."""
 
     def __init__(
-        self, store: KeptGraphs, policy: RowSkippingPolicy, report: Report, objects: Callable[[], Mapping[str, object]]
+        self, store: GraphStore, policy: RowSkippingPolicy, report: Report, objects: Callable[[], Mapping[str, object]]
     ) -> None:
         """`objects` returns the objects of this process that a kept graph refers to, by name."""
         self._store, self._policy, self._report, self._objects = store, policy, report, objects
@@ -28,24 +28,24 @@ class CachedGraphs:
         """Returns the name of a graph that is compiled in this context; None if it cannot be kept."""
         return self._store.name(module, inputs, context)
 
-    def get(self, name: str, module: fx.GraphModule, inputs: Sequence[object]) -> Kept | None:
+    def get(self, name: str, module: fx.GraphModule, inputs: Sequence[object]) -> StoredGraph | None:
         """Returns a kept graph for the rows that count in this batch, or for all rows; None if there is none."""
         for variant in self._policy.variants:
-            kept = self._store.get(f"{name}-{variant}", {**self._objects(), **parts_of(module)})
+            kept = self._store.get(f"{name}-{variant}", {**self._objects(), **named_parts(module)})
             if kept is None:
                 continue
             if isinstance(kept.run, RowDispatch) and len(self._policy.variants) > 1:
                 self._policy.wants_compact(kept.run.proposal, kept.run.proposal.front(hints(inputs)))
             if variant == self._policy.variants[0]:
-                return kept if self._store.take(kept, shapes()) else None
+                return kept if self._store.take(kept, shape_env()) else None
         return None
 
     def make(
         self, name: str, module: fx.GraphModule, compile_graphs: Callable[[], tuple[CompiledGraph, int]]
     ) -> CompiledGraph:
         """Compile a graph and keep it. `compile_graphs` also returns how many graphs were compiled for it."""
-        objects = {**self._objects(), **parts_of(module)}
-        making = Making(self._report, shapes())
+        objects = {**self._objects(), **named_parts(module)}
+        making = CompilationRecord(self._report, shape_env())
         with results_can_be_kept():
             run, graphs = compile_graphs()
         self._store.put(f"{name}-{self._policy.variants[0]}", lambda: making.done(run, graphs), objects)
@@ -65,4 +65,4 @@ def cached_graphs(
     folder = settings.config.engine.cache_dir
     if folder is None or not can_cache(settings):
         return None
-    return CachedGraphs(KeptGraphs(SignedFiles(folder, SUFFIX, report), report), policy, report, objects)
+    return CachedGraphs(GraphStore(SignedFiles(folder, SUFFIX, report), report), policy, report, objects)

@@ -13,23 +13,31 @@ from torch.fx.node import Argument
 
 from ort_accel.autotune.tuner import Tuner
 from ort_accel.compiler.lowering import Lowering
-from ort_accel.executor.matmul_segment import TwoWays
-from ort_accel.executor.ort_segment import Fallback, OrtSegment, Results, Twin, build, lie_in_pool, ort_makes_results
+from ort_accel.executor.matmul_segment import MatmulSegment
+from ort_accel.executor.ort_segment import (
+    Fallback,
+    OrtSegment,
+    ResultBuffers,
+    Twin,
+    build,
+    ort_makes_results,
+    ort_results_lie_in_pool,
+)
 from ort_accel.executor.program import SIZE, Program, Step, mark_last_uses
-from ort_accel.executor.reuse_operands import is_own
+from ort_accel.executor.reuse_operands import is_reusable
 from ort_accel.executor.torch_segment import PyTorchSegment
 from ort_accel.graph.meta_keys import CAST_OF
-from ort_accel.graph.nodes import count_ops, is_part, is_size, is_view, op_name, returned, tensors_of, user_line
+from ort_accel.graph.nodes import count_ops, is_getitem, is_size, is_view, op_name, output_nodes_of, returned, user_line
 from ort_accel.graph.symbolic_sizes import SizeFunction, SymbolSource, expression
 from ort_accel.operators.flops import flops
-from ort_accel.partition.assign import Assignment, Refusal, short
+from ort_accel.partition.assign import Assignment, Refusal, short_message
 from ort_accel.partition.placement import Decision, by_rule, place, segments
 from ort_accel.partition.segments import Body, Cut, body_of
-from ort_accel.partition.split_at_gradients import Gradients, due
+from ort_accel.partition.split_at_gradients import Gradients, gradients_by_step
 from ort_accel.passes.pipeline import Stage, run_passes
 from ort_accel.reporting import Reason, Report, Runner, Segment
-from ort_accel.runtime.crash_journal import EndedBefore
-from ort_accel.runtime.gradient_release import Leaves
+from ort_accel.runtime.crash_journal import CrashedBefore
+from ort_accel.runtime.gradient_release import GradientRelease
 from ort_accel.runtime.weight_copies import WeightCopies
 
 IsLasting = Callable[[fx.Node], bool]
@@ -63,7 +71,7 @@ def lower_graph(
     return program
 
 
-def foreseen(module: fx.GraphModule, gradients: Gradients, lowering: Lowering) -> list[Cut]:
+def predict_segments(module: fx.GraphModule, gradients: Gradients, lowering: Lowering) -> list[Cut]:
     """Returns the segments that a graph would be cut into, without timing anything. The graph is rewritten."""
     run_passes(module.graph, Stage.SEGMENTS, lowering.passes, Report())
     assignment = place(module.graph, _decisions(lowering))
@@ -101,9 +109,9 @@ def _raise(error: Exception) -> bool:
 
 
 def _refusal(error: Exception) -> Refusal:
-    if isinstance(error, EndedBefore):
+    if isinstance(error, CrashedBefore):
         return Refusal(Reason.ENDED_RUNS, str(error))
-    return Refusal(Reason.FAILED, f"when it was compiled: {short(error)}")
+    return Refusal(Reason.FAILED, f"when it was compiled: {short_message(error)}")
 
 
 class _ProgramBuilder:
@@ -156,11 +164,13 @@ class _ProgramBuilder:
         return [self._pytorch_step(body_of([], new, self._free), new)] if new else []
 
     def _with_hand_overs(
-        self, steps: Sequence[Step], results: Sequence[Argument], gradients: Gradients, leaves: Leaves
+        self, steps: Sequence[Step], results: Sequence[Argument], gradients: Gradients, leaves: GradientRelease
     ) -> list[Step]:
         """Returns the steps, and between them steps that hand gradients over to their parameters."""
         reads_and_writes = [(step.inputs, step.outputs) for step in steps]
-        leaving = due(self._module.graph, gradients, self._free, reads_and_writes, self._registers.__getitem__)
+        leaving = gradients_by_step(
+            self._module.graph, gradients, self._free, reads_and_writes, self._registers.__getitem__
+        )
         tensors = sum(source is not None for source in gradients)
         all_steps: list[Step] = []
         for index, step in enumerate(steps):
@@ -182,7 +192,7 @@ class _ProgramBuilder:
         """Returns the values of a segment that a later segment or the caller reads."""
         later, nodes = self._nodes_after(index), self._cuts[index].nodes
         repeated = self._free - set(nodes)
-        values = [value for node in nodes for value in tensors_of(node)]
+        values = [value for node in nodes for value in output_nodes_of(node)]
         return [value for value in dict.fromkeys(values) if _is_read(value, later, repeated.__contains__)]
 
     def _dead_inputs(self, index: int, inputs: Sequence[fx.Node]) -> list[fx.Node]:
@@ -191,8 +201,8 @@ class _ProgramBuilder:
         A result of ONNX Runtime may be a constant that all runs share, so only products of it count.
         """
         later, runner = self._nodes_after(index), self._assignment.runner
-        owned = [node for node in inputs if node in runner and is_own(node, runner[node])]
-        return [node for node in owned if not _is_read(node, later, lambda user: is_view(user) or is_part(user))]
+        owned = [node for node in inputs if node in runner and is_reusable(node, runner[node])]
+        return [node for node in owned if not _is_read(node, later, lambda user: is_view(user) or is_getitem(user))]
 
     def _nodes_after(self, index: int) -> set[fx.Node]:
         return {node for other in self._cuts[index + 1 :] for node in other.nodes}
@@ -213,18 +223,18 @@ class _ProgramBuilder:
         lowering, record, name = self._lowering, self.records[index], f"{self._name} part {index}"
         model = build(body, outputs, lowering.opset)
         fallback = Fallback(Twin(body, outputs, self._module), lowering.failed)
-        in_pool = lie_in_pool(outputs, lowering.pool_from)
-        results = ort_makes_results if in_pool else Results(outputs, model.output_orders)
+        in_pool = ort_results_lie_in_pool(outputs, lowering.pool_from)
+        results = ort_makes_results if in_pool else ResultBuffers(outputs, model.output_orders)
         segment = OrtSegment(model, lowering.sessions, self._is_lasting, fallback, name, results, record)
         other = self._onednn_segment(index, body, outputs)
-        run = segment if other is None else TwoWays(segment, other, body.nodes, lowering.trim_memory, record)
+        run = segment if other is None else MatmulSegment(segment, other, body.nodes, lowering.trim_memory, record)
         return self._numbered(run, segment.inputs, outputs)
 
     def _onednn_segment(self, index: int, body: Body, outputs: list[fx.Node]) -> PyTorchSegment | None:
         """Returns the segment with products in oneDNN, for sizes that come again; None where that is not faster."""
         lowering = self._lowering
         products = lowering.products.for_known_sizes(body.nodes) if lowering.products and lowering.estimator else {}
-        computed = [node for node in body.nodes if node not in self._free and not is_part(node)]
+        computed = [node for node in body.nodes if node not in self._free and not is_getitem(node)]
         if not products or not lowering.estimator or not lowering.estimator.onednn_pays(computed):
             return None
         lowering.report.counters["products that oneDNN takes over where sizes come again"] += len(products)
@@ -294,7 +304,7 @@ def _is_read(value: fx.Node, later: set[fx.Node], looks_through: Callable[[fx.No
 
 
 def _hand_over(
-    leaves: Leaves, edges: Sequence[int], tensors: int, gradients: list[torch.Tensor], _: dict[str, int]
+    leaves: GradientRelease, edges: Sequence[int], tensors: int, gradients: list[torch.Tensor], _: dict[str, int]
 ) -> Sequence[object]:
     return leaves.hand_over(gradients, edges, tensors)
 

@@ -10,7 +10,7 @@ from torch import device, nn
 from ort_accel.config import Config
 from ort_accel.errors import ConfigError, OrtAccelError, Problem
 from ort_accel.runtime import cuda
-from ort_accel.runtime.device import CPU, Place
+from ort_accel.runtime.device import CPU, ExecutionDevice
 from ort_accel.runtime.installed_ort import Flavor, provider_refusal
 
 ALLOCATOR = "memory.external_allocator"
@@ -40,7 +40,7 @@ def device_of(model: nn.Module) -> device:
     return found.pop() if found else CPU.device
 
 
-def place_for(config: Config, runtime: Flavor, where: device) -> Place:
+def place_for(config: Config, runtime: Flavor, where: device) -> ExecutionDevice:
     """Returns the place where sessions run for a model on a device; raises if the place cannot be had."""
     wish = config.engine.provider
     if wish not in ("auto", where.type):
@@ -50,9 +50,9 @@ def place_for(config: Config, runtime: Flavor, where: device) -> Place:
     if where.type == "cpu":
         _refuse_on_cpu(config)
         return CPU
-    place = Place("cuda", where.index or 0, _options(config))
+    place = ExecutionDevice("cuda", where.index or 0, _options(config))
     _refuse_without_cuda(runtime, place)
-    return Place(place.kind, place.index, place.options, _shares_memory(config, place))
+    return ExecutionDevice(place.kind, place.index, place.options, _shares_memory(config, place))
 
 
 def products_are_tf32() -> bool:
@@ -81,7 +81,7 @@ def _refuse_on_cpu(config: Config) -> None:
         raise ConfigError(problems)
 
 
-def _refuse_without_cuda(runtime: Flavor, place: Place) -> None:
+def _refuse_without_cuda(runtime: Flavor, place: ExecutionDevice) -> None:
     """Raise if the CUDA provider cannot run on the model's device."""
     begin, leave = f"the model is on {place.device}, but", "or move it: model.to('cpu')"
     if cuda.PROVIDER not in runtime.providers:
@@ -99,7 +99,7 @@ def _refuse_without_cuda(runtime: Flavor, place: Place) -> None:
         )
 
 
-def _shares_memory(config: Config, place: Place) -> bool:
+def _shares_memory(config: Config, place: ExecutionDevice) -> bool:
     """True if ONNX Runtime takes its memory from PyTorch's allocator."""
     wish = config.memory.external_allocator
     if wish is False:
@@ -110,7 +110,7 @@ def _shares_memory(config: Config, place: Place) -> bool:
     return not reason
 
 
-def why_not_shared(place: Place) -> str:
+def why_not_shared(place: ExecutionDevice) -> str:
     """Returns why ONNX Runtime keeps a pool of its own; empty if it need not."""
     if pool := POOL_OPTIONS & set(dict(place.options)):
         return f"engine.provider_options has {', '.join(sorted(pool))} for a pool of ONNX Runtime's own"

@@ -29,7 +29,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(_layers_below(model)))
 
 
-def kinds_of(layers: Sequence[nn.Module]) -> str:
+def describe_layers(layers: Sequence[nn.Module]) -> str:
     """Returns the number of layers and their classes, as text."""
     return f"{len(layers)} layers ({', '.join(sorted({type(layer).__name__ for layer in layers}))})"
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ort_accel.eager.held_outputs import KeptOutputs
-from ort_accel.eager.rerun import EagerAgain
-from ort_accel.eager.run_eager import in_eager
+from ort_accel.eager.held_outputs import HeldOutputs
+from ort_accel.eager.rerun import EagerRerun
+from ort_accel.eager.run_eager import eager_function
 from ort_accel.graph.nodes import returned
 from ort_accel.graph.requires_grad import has_gradient
 from ort_accel.graph.symbolic_sizes import SizeFunction, SymbolSource, expression
 from ort_accel.row_skipping.row_flow import value_of
-from ort_accel.runtime.lazy_tensor import UnreadTensor
+from ort_accel.runtime.lazy_tensor import LazyTensor
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class LazyOutputs:
         run: Callable[..., Sequence[object]],
         module: fx.GraphModule,
         was_read: Callable[[], None],
-        held: KeptOutputs | None,
+        held: HeldOutputs | None,
     ) -> Callable[..., Sequence[object]]:
         """Returns the compiled graph with lazy tensors in their positions.
 
@@ -76,17 +76,17 @@ class WithLazyOutputs:
         traced: fx.Graph,
         lazy: frozenset[int],
         was_read: Callable[[], None],
-        held: KeptOutputs | None,
+        held: HeldOutputs | None,
     ) -> None:
         """`module` is the captured graph, `traced` its ATen graph, `lazy` the positions of the lazy outputs."""
-        self._run, self._eager, self._was_read, self._held = run, in_eager(module), was_read, held
+        self._run, self._eager, self._was_read, self._held = run, eager_function(module), was_read, held
         self._shapes = _LazyShapes(traced, lazy)
         self._inputs = len(traced.find_nodes(op="placeholder"))
 
     def __call__(self, *arguments: object) -> list[object]:
         """Run with the graph's inputs, which the tables of the batch follow if the graph takes them."""
         inputs = arguments[: self._inputs]
-        rerun = EagerAgain(self._eager, inputs, self._was_read)
+        rerun = EagerRerun(self._eager, inputs, self._was_read)
         results = list(self._run(*arguments))
         if self._held is not None:
             self._held.add(rerun, results, inputs)
@@ -104,14 +104,12 @@ class _LazyShapes:
         nodes = [(position, outputs[position]) for position in sorted(lazy)]
         self._lazy = [(position, node, SizeFunction(map(expression, value_of(node).shape))) for position, node in nodes]
 
-    def fill(self, results: list[object], inputs: Sequence[object], rerun: EagerAgain) -> list[object]:
+    def fill(self, results: list[object], inputs: Sequence[object], rerun: EagerRerun) -> list[object]:
         """Returns the results with a lazy tensor for each that was not computed."""
         symbols: dict[str, int] = {}
         self._symbols.read(list(inputs), symbols)
         for position, node, size in self._lazy:
             fake, requires_grad = value_of(node), has_gradient(node) and torch.is_grad_enabled()
             compute = rerun.output(position)
-            results[position] = UnreadTensor(
-                size(symbols), fake.dtype, fake.device, compute, requires_grad=requires_grad
-            )
+            results[position] = LazyTensor(size(symbols), fake.dtype, fake.device, compute, requires_grad=requires_grad)
         return results

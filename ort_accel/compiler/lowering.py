@@ -11,17 +11,17 @@ import torch
 
 from ort_accel.autotune.cost_model import Estimator
 from ort_accel.autotune.throughput import Machine
-from ort_accel.autotune.time_attention import Attention
-from ort_accel.autotune.time_matmuls import Products
-from ort_accel.autotune.timer import Results, Stopwatch, context_of
+from ort_accel.autotune.time_attention import TimedAttention
+from ort_accel.autotune.time_matmuls import TimedMatmuls
+from ort_accel.autotune.timer import SavedTimings, Stopwatch, context_of
 from ort_accel.autotune.tuner import Tuner
 from ort_accel.compiler.settings import Settings
-from ort_accel.memory.low_memory_mode import LittleHeld
-from ort_accel.partition.assign import Assigner
+from ort_accel.memory.low_memory_mode import TrimOnGrowth
+from ort_accel.partition.assign import NodeRules
 from ort_accel.passes.options import PassOptions
 from ort_accel.reporting import Report
 from ort_accel.runtime.crash_journal import CrashJournal
-from ort_accel.runtime.gradient_release import Leaves
+from ort_accel.runtime.gradient_release import GradientRelease
 from ort_accel.runtime.model_cache import ModelCache, ModelKeys
 from ort_accel.runtime.sessions import ModelFolder, Sessions
 from ort_accel.runtime.weight_copies import WeightCopies
@@ -52,21 +52,21 @@ class Lowering:
     """Times each graph to choose between ONNX Runtime and PyTorch."""
     estimator: Estimator | None = None
     """Predicts times to choose between ONNX Runtime and PyTorch where there is no tuner."""
-    products: Products | None = None
+    products: TimedMatmuls | None = None
     """Times matrix products in oneDNN."""
-    attention: Attention | None = None
+    attention: TimedAttention | None = None
     """Times fused attention against matrix products."""
     copies: WeightCopies | None = None
     """Caches autocast's casts of weights."""
-    leaves: Leaves | None = None
+    leaves: GradientRelease | None = None
     """Gives parameters their gradients before the backward ends."""
     pool_from: float = 0
     """The bytes from which a result lies in ONNX Runtime's memory pool. Smaller results that leave a segment lie in
     PyTorch's memory, where later results can reuse the freed block."""
-    assigner: Assigner = field(init=False)
+    assigner: NodeRules = field(init=False)
 
     def __post_init__(self) -> None:
-        self.assigner = Assigner(self.opset, self.sessions, self.unwanted, self.for_speed)
+        self.assigner = NodeRules(self.opset, self.sessions, self.unwanted, self.for_speed)
         if self.estimator is not None:
             self.assigner.estimated = self.estimator.estimates
 
@@ -83,9 +83,9 @@ class _SessionFields(TypedDict):
     """The fields of `Lowering` that depend on the settings of sessions."""
 
     sessions: Sessions
-    products: Products | None
+    products: TimedMatmuls | None
     estimator: Estimator | None
-    attention: Attention | None
+    attention: TimedAttention | None
     tuner: Tuner | None
 
 
@@ -105,9 +105,9 @@ def lowering_for(
         for_speed=config.compute.placement != "onnxruntime",
         passes=settings.passes,
         copies=_weight_copies(settings, report),
-        leaves=Leaves(report) if releases_early else None,
+        leaves=GradientRelease(report) if releases_early else None,
         pool_from=settings.pool_from_bytes,
-        before_segments=LittleHeld() if frees_before_segments else lambda: None,
+        before_segments=TrimOnGrowth() if frees_before_segments else lambda: None,
         **_session_fields(settings, report),
     )
 
@@ -115,12 +115,12 @@ def lowering_for(
 def _session_fields(settings: Settings, report: Report) -> _SessionFields:
     compute, machine = settings.config.compute, Machine(settings.session, settings.opset)
     is_timed, sessions = settings.times_operators, _sessions(settings, report)
-    products = Products(machine, report) if is_timed else None
+    products = TimedMatmuls(machine, report) if is_timed else None
     return {
         "sessions": sessions,
         "products": products,
         "estimator": Estimator(machine, products) if is_timed and not compute.tuning.enabled else None,
-        "attention": Attention(machine, report) if is_timed and compute.attention == "auto" else None,
+        "attention": TimedAttention(machine, report) if is_timed and compute.attention == "auto" else None,
         "tuner": _tuner(settings, sessions.without_trace(), report) if compute.tuning.enabled else None,
     }
 
@@ -138,7 +138,7 @@ def _sessions(settings: Settings, report: Report) -> Sessions:
 def _tuner(settings: Settings, sessions: Sessions, report: Report) -> Tuner:
     wish, folder = settings.config.compute.tuning, settings.config.engine.cache_dir
     path = folder / TUNING_FILE if wish.results is None and folder is not None else wish.results
-    results = Results(path, context_of(settings.runtime, settings.session), report)
+    results = SavedTimings(path, context_of(settings.runtime, settings.session), report)
     limit_seconds = wish.max_duration_ms / 1e3 if wish.max_duration_ms else inf
     stopwatch = Stopwatch(limit_seconds, settle=settings.place.settle)
     return Tuner(settings.opset, sessions, stopwatch, results, report, settings.session.deterministic)

@@ -14,16 +14,16 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from ort_accel.capture.dynamic_shapes import Foreseen, OpenSizes, settle_problem_type
-from ort_accel.capture.dynamo import GraphBreaks, capturing, forget, graph_breaks_in
-from ort_accel.capture.dynamo_failures import LeftToPython, NotCapturedError, line_of_fault
+from ort_accel.capture.dynamic_shapes import DynamicDims, ForeseenSizes, settle_problem_type
+from ort_accel.capture.dynamo import GraphBreaks, capturing, free_compiled, record_graph_breaks
+from ort_accel.capture.dynamo_failures import NotCapturedError, SkippedCode, failure_line
 from ort_accel.compiler.backend import Backend
 from ort_accel.compiler.row_dispatch import Mode
-from ort_accel.graph_cache.store import FOUND
+from ort_accel.graph_cache.store import GRAPHS_LOADED
 from ort_accel.kernels.tensor_asserts import is_failed_check
-from ort_accel.runtime.lazy_tensor import UnreadTensor, read_all
+from ort_accel.runtime.lazy_tensor import LazyTensor, compute_all
 
-AROUND = "trace and first run"
+TRACE_AND_FIRST_RUN = "trace and first run"
 """The report's phase for the set-up outside of the backend: Dynamo's trace and guards, and the first run."""
 
 
@@ -47,16 +47,16 @@ class Compiled:
     def __init__(self, call: Callable[..., object], name: str, backend: Backend) -> None:
         self._plain, self._name, self._backend = call, name, backend
         self._calls: dict[Mode | None, Callable[..., object]] = {}
-        self._open_sizes = OpenSizes(backend.foreseen) if backend.config.engine.dynamic_shapes == "auto" else None
+        self._open_sizes = DynamicDims(backend.foreseen) if backend.config.engine.dynamic_shapes == "auto" else None
         self._breaks = GraphBreaks()
-        self._left_to_python = LeftToPython(backend.policy.not_compiled)
+        self._left_to_python = SkippedCode(backend.policy.not_compiled)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         if torch.compiler.is_compiling() or forward_ad._current_level >= 0:  # graphs have no forward-mode AD
             return self._plain(*args, **kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(leaf, UnreadTensor) for leaf in leaves):
-            args, kwargs = read_all((args, kwargs))
+        if any(isinstance(leaf, LazyTensor) for leaf in leaves):
+            args, kwargs = compute_all((args, kwargs))
             leaves = pytree.tree_leaves((args, kwargs))
         if torch.is_grad_enabled():
             assert isinstance(args[0], nn.Module)
@@ -77,7 +77,7 @@ class Compiled:
         backend = self._backend
         with (
             capturing(),
-            graph_breaks_in(backend.report, self._breaks, backend.policy.check),
+            record_graph_breaks(backend.report, self._breaks, backend.policy.check),
             self._left_to_python.watched(),
         ):
             mode = backend.skipping.mode
@@ -104,21 +104,23 @@ class Compiled:
     def _timed(self) -> Iterator[None]:
         """Measure a call that compiles, and record the part of its time that belongs to no other phase."""
         report = self._backend.report
-        compiled, taken = report.counters["compilations"], report.counters[FOUND]
+        compiled, taken = report.counters["compilations"], report.counters[GRAPHS_LOADED]
         phases, begin = report.set_up_seconds, time.perf_counter()
         yield
         seconds = time.perf_counter() - begin
         is_compiled = report.counters["compilations"] > compiled
         if is_compiled:
             self._backend.evaluation.compiled_a_step(seconds)
-        if is_compiled or report.counters[FOUND] > taken:
-            report.timings[AROUND] = report.timings.get(AROUND, 0.0) + seconds - (report.set_up_seconds - phases)
+        if is_compiled or report.counters[GRAPHS_LOADED] > taken:
+            report.timings[TRACE_AND_FIRST_RUN] = (
+                report.timings.get(TRACE_AND_FIRST_RUN, 0.0) + seconds - (report.set_up_seconds - phases)
+            )
 
     def _in_python(self, failure: NotCapturedError, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a call in eager mode, whose errors say more than Dynamo's; later calls are captured in parts."""
         result = self._plain(*args, **kwargs)
         self._backend.skipping.refused(failure.fault)
-        self._backend.policy.not_compiled(f"a call of {self._name}", failure.fault, line_of_fault(failure.fault))
+        self._backend.policy.not_compiled(f"a call of {self._name}", failure.fault, failure_line(failure.fault))
         self._left_to_python.leave(failure.code)
         return result
 
@@ -127,7 +129,7 @@ class Compiled:
         if mode not in self._calls:
             entry = own_entry(self._plain, self._name)
             self._left_to_python.begins_at(entry.__code__)
-            finalize(entry, forget, entry.__code__, ref(self._backend)).atexit = False
+            finalize(entry, free_compiled, entry.__code__, ref(self._backend)).atexit = False
             self._calls[mode] = torch.compile(entry, backend=self._backend, dynamic=_dynamic(self._backend))
         return self._calls[mode]
 
@@ -180,7 +182,7 @@ class ModelCall:
         """Call the model."""
         raise NotImplementedError
 
-    def foresee(self, sizes: Foreseen) -> None:
+    def foresee(self, sizes: ForeseenSizes) -> None:
         """Take note of the sizes of batches to come, before the first batch."""
         self.backend.foreseen.add(sizes)
 

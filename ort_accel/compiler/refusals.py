@@ -12,7 +12,7 @@ from ort_accel.config import Config
 from ort_accel.config.sections.engine import Engine
 from ort_accel.errors import ConfigError, OrtAccelError, Problem
 from ort_accel.passes.lower_precision import MOVABLE
-from ort_accel.runtime.device import Place
+from ort_accel.runtime.device import ExecutionDevice
 
 NO_TRITON = (
     "ort_accel generates no Triton kernels: ONNX Runtime's own kernels run, PyTorch's where it has none, and "
@@ -92,7 +92,7 @@ def _line_of(node: fx.Node) -> str:
     return f", in {files[-1].removeprefix('File ')}" if files else ""
 
 
-def refuse_moved(inputs: Sequence[object], place: Place) -> None:
+def refuse_moved(inputs: Sequence[object], place: ExecutionDevice) -> None:
     """Raise if a model was moved to a CUDA device after it was set up for another device."""
     devices = {item.device for item in inputs if isinstance(item, torch.Tensor) and item.is_cuda} - {place.device}
     if devices:

@@ -13,12 +13,12 @@ from torch import Tensor, fx
 from ort_accel.compiler.features import UNSEEN
 from ort_accel.config import Config
 from ort_accel.config.values import Switch
-from ort_accel.eager.run_eager import in_eager
+from ort_accel.eager.run_eager import eager_function
 from ort_accel.errors import OrtAccelError, first_line, in_a_line
 from ort_accel.reporting import Report
-from ort_accel.row_skipping.batch_row_tables import Batch
-from ort_accel.row_skipping.pipeline import NothingToSkip, Proposal, kinds_of
-from ort_accel.row_skipping.row_demand import Wishes
+from ort_accel.row_skipping.batch_row_tables import BatchTables
+from ort_accel.row_skipping.pipeline import NothingToSkip, Proposal, row_sets_by_feature
+from ort_accel.row_skipping.row_demand import SkippableRows
 
 LOG = logging.getLogger("ort_accel")
 
@@ -76,15 +76,15 @@ class RowSkippingPolicy:
         self.loss_only = self.config.compute.loss_only is not False
 
     @property
-    def wishes(self) -> Wishes:
+    def wishes(self) -> SkippableRows:
         """Returns the reasons for leaving rows out that the configuration allows."""
         density, compute = self.config.density, self.config.compute
-        return Wishes(density.labels is not False, density.padding is not False, compute.upstream)
+        return SkippableRows(density.labels is not False, density.padding is not False, compute.upstream)
 
     @property
     def wants_any(self) -> bool:
         """True if the configuration allows any of them."""
-        return self.wishes != Wishes(False, False, False)
+        return self.wishes != SkippableRows(False, False, False)
 
     @property
     def mode(self) -> Mode | None:
@@ -109,7 +109,7 @@ class RowSkippingPolicy:
         """True if reading a lazy output enables it from the next step on; otherwise reading it raises."""
         return self.sees_steps or self.config.compute.loss_only is True
 
-    def wants_compact(self, proposal: Proposal, batch: Batch) -> bool:
+    def wants_compact(self, proposal: Proposal, batch: BatchTables) -> bool:
         """True if the smaller graph is to be compiled now; the first batch decides."""
         self._refuse_impossible(proposal)
         if self._compact is None:
@@ -118,12 +118,12 @@ class RowSkippingPolicy:
 
     def _refuse_impossible(self, proposal: Proposal) -> None:
         """Raise if a feature that is set to true cannot leave rows out of a training graph."""
-        kinds = kinds_of(proposal.plan)
+        kinds = row_sets_by_feature(proposal.plan)
         for feature in self._required_features():
             if not kinds[feature]:
                 raise OrtAccelError(_impossible(feature, proposal.why_whole))
 
-    def _count_work(self, proposal: Proposal, batch: Batch) -> None:
+    def _count_work(self, proposal: Proposal, batch: BatchTables) -> None:
         """Count the work that a batch needs, and decide anew if it is time."""
         self._work = DECAY * self._work + proposal.work
         self._needed = DECAY * self._needed + proposal.needed(batch)
@@ -133,7 +133,7 @@ class RowSkippingPolicy:
             self._compact = always or self._needed / self._work < self.config.density.threshold
             self._since_decision = 0
 
-    def ran(self, proposal: Proposal, batch: Batch, compact: bool) -> None:
+    def ran(self, proposal: Proposal, batch: BatchTables, compact: bool) -> None:
         """Count a batch that runs on some of its rows, or on all."""
         self._count_work(proposal, batch)
         self._batches += 1
@@ -142,7 +142,7 @@ class RowSkippingPolicy:
         if not batch.fits:
             return
         counts = dict(zip((rows.number for rows in proposal.plan.sets), batch.densities, strict=True))
-        for feature, sets in kinds_of(proposal.plan).items():
+        for feature, sets in row_sets_by_feature(proposal.plan).items():
             for rows in sets:
                 kept, whole = self._counted_rows.get(feature, (0, 0))
                 count, size = counts[rows.number]
@@ -237,7 +237,7 @@ class RowDispatch:
         `holds` returns True if the smaller graph was compiled for inputs and tables of such sizes.
         """
         self.proposal, self._policy, self._run = proposal, policy, run
-        self._eager: Callable[..., Sequence[object]] = in_eager(module)
+        self._eager: Callable[..., Sequence[object]] = eager_function(module)
         self._holds, self._calls = holds, 0
 
     def __call__(self, *inputs: object) -> Sequence[object]:
@@ -260,6 +260,6 @@ def hints(inputs: Sequence[object]) -> list[object]:
     return [item.node.hint if isinstance(item, torch.SymInt) else item for item in inputs]
 
 
-def tables_of(batch: Batch) -> list[Tensor]:
+def tables_of(batch: BatchTables) -> list[Tensor]:
     """Returns the tables of a batch as inputs of a graph to be captured, which must not share memory."""
     return [table.clone() for table in batch.tables]

@@ -11,11 +11,11 @@ from ort_accel.compiler.device_placement import place_for, products_are_tf32
 from ort_accel.compiler.refusals import refuse_unsupported
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
-from ort_accel.kernels.output_buffers import LARGE
-from ort_accel.memory.malloc_settings import joins_freed_blocks
+from ort_accel.kernels.output_buffers import POOL_LEAST_BYTES
+from ort_accel.memory.malloc_settings import coalesces_freed_blocks
 from ort_accel.observe.logs import severity
 from ort_accel.passes.options import PassOptions
-from ort_accel.runtime.device import CPU, Place
+from ort_accel.runtime.device import CPU, ExecutionDevice
 from ort_accel.runtime.installed_ort import Flavor, installed_runtime
 from ort_accel.runtime.session import SessionSettings
 
@@ -44,7 +44,7 @@ class Settings:
 
     config: Config
     runtime: Flavor
-    place: Place
+    place: ExecutionDevice
     session: SessionSettings
     opset: int
     pytorch: PyTorchSettings
@@ -71,7 +71,7 @@ class Settings:
         """Returns the size from which a result lies in ONNX Runtime's memory pool."""
         if self.place.is_cuda:
             return 0
-        return inf if self.config.memory.frugal else LARGE
+        return inf if self.config.memory.frugal else POOL_LEAST_BYTES
 
     @property
     def passes(self) -> PassOptions:
@@ -125,7 +125,7 @@ def chosen_runtime(config: Config) -> Flavor:
     return runtime
 
 
-def session_settings(config: Config, place: Place = CPU) -> SessionSettings:
+def session_settings(config: Config, place: ExecutionDevice = CPU) -> SessionSettings:
     """Returns the settings of ONNX Runtime's sessions."""
     engine = config.engine
     threads = torch.get_num_threads() if engine.threads == "auto" else engine.threads
@@ -137,7 +137,7 @@ def session_settings(config: Config, place: Place = CPU) -> SessionSettings:
         deterministic=deterministic,
         log_severity=severity(config.observe.log_level),
         place=place,
-        shrinks=config.memory.frugal and not place.is_cuda and joins_freed_blocks(),
+        shrinks=config.memory.frugal and not place.is_cuda and coalesces_freed_blocks(),
     )
 
 

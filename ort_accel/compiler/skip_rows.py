@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 from torch import fx
 
-from ort_accel.capture.forward_graph import Tracer, own_backwards
+from ort_accel.capture.forward_graph import Tracer, has_lost_backward
 from ort_accel.compiler.autograd_graphs import CompiledGraph, twice_differentiable
 from ort_accel.compiler.lazy_outputs import NO_LAZY_OUTPUTS, LazyOutputs
 from ort_accel.compiler.row_dispatch import RowDispatch, RowSkippingPolicy, SmallerGraph, hints, tables_of
-from ort_accel.eager.held_outputs import KeptOutputs
+from ort_accel.eager.held_outputs import HeldOutputs
 from ort_accel.errors import OrtAccelError
 from ort_accel.row_skipping.pipeline import NothingToSkip, Proposal, propose, unread_outputs
 
@@ -22,7 +22,7 @@ class RowSkippingCompiler:
         self,
         policy: RowSkippingPolicy,
         compile_graph: Callable[[fx.GraphModule, Sequence[object]], CompiledGraph],
-        held_outputs: KeptOutputs | None,
+        held_outputs: HeldOutputs | None,
     ) -> None:
         """`held_outputs` keeps what lazy outputs are computed from when weights change."""
         self._policy, self._compile_graph, self._held_outputs = policy, compile_graph, held_outputs
@@ -71,6 +71,6 @@ class RowSkippingCompiler:
 
 
 def _traced(module: fx.GraphModule, tracer: Tracer) -> fx.GraphModule:
-    if own_backwards(module):
+    if has_lost_backward(module):
         raise NothingToSkip("a part of the model has a backward of its own")
     return tracer.trace(module)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ort_accel.compiler.lowering import Lowering
 from ort_accel.compiler.settings import Settings
-from ort_accel.memory.malloc_settings import keep_freed_blocks, return_free_memory
-from ort_accel.memory.step_peaks import MemoryWatch
+from ort_accel.memory.malloc_settings import disable_trimming, trim_heap
+from ort_accel.memory.step_peaks import StepMemoryWatch
 from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.logs import speaks
 from ort_accel.observe.report_file import ReportFile
@@ -20,7 +20,7 @@ class CompilerMemory:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._is_kept = not settings.place.is_cuda and keep_freed_blocks()
+        self._is_kept = not settings.place.is_cuda and disable_trimming()
         self._is_due = False
 
     def trim(self) -> None:
@@ -36,16 +36,18 @@ class CompilerMemory:
 
     def _return(self) -> None:
         if self._is_kept:
-            return_free_memory()
+            trim_heap()
 
 
-def memory_watch(settings: Settings, report: Report, lowering: Lowering) -> MemoryWatch | None:
+def memory_watch(settings: Settings, report: Report, lowering: Lowering) -> StepMemoryWatch | None:
     """Returns the watch on the memory of steps; None unless memory is reported or limited."""
     is_wished, is_limited = settings.config.observe.memory_stats, settings.config.memory.frugal
     if not is_wished and not is_limited:
         return None
     prints = is_wished and speaks(settings.config.observe.log_level)
-    return MemoryWatch(report, release_unused, prints, (release_unused, lowering.before_segments) if is_limited else ())
+    return StepMemoryWatch(
+        report, release_unused, prints, (release_unused, lowering.before_segments) if is_limited else ()
+    )
 
 
 def report_file(settings: Settings, report: Report) -> ReportFile | None:

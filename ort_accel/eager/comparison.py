@@ -21,9 +21,9 @@ from torch.nn.parameter import is_lazy
 from ort_accel.config import Config
 from ort_accel.eager.rerun import generator_of
 from ort_accel.eager.step_clock import MOST_CALLS, DeviceMoment, HostMoment, Moment, Result, Step
-from ort_accel.graph_cache.store import FOUND
-from ort_accel.memory.out_of_memory import is_lack_of_memory
-from ort_accel.memory.process_memory import available
+from ort_accel.graph_cache.store import GRAPHS_LOADED
+from ort_accel.memory.out_of_memory import is_out_of_memory
+from ort_accel.memory.process_memory import available_bytes
 from ort_accel.observe.logs import LOG, say
 from ort_accel.reporting import EAGER, ENGINE, Report, StepComparison
 
@@ -115,7 +115,7 @@ class EagerComparison:
         try:
             return step.call(eager, inputs)
         except Exception as error:
-            if not is_lack_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
         generator.set_state(random)
         self._give_up("memory does not suffice for a step of eager mode")
@@ -149,7 +149,7 @@ class EagerComparison:
 
     def _note_compilations(self, step: Step) -> None:
         counters = self._report.counters
-        compilations = counters["compilations"] + counters[FOUND]
+        compilations = counters["compilations"] + counters[GRAPHS_LOADED]
         if compilations != self._compilations:
             self._compilations, self._since_compilation = compilations, 0
             self._eager_bytes = max(self._eager_bytes, self._captured_bytes)
@@ -333,7 +333,7 @@ def why_not(config: Config, sees_steps: bool) -> str:
 def _free_bytes(device: torch.device) -> int | None:
     """Return the free bytes of a device; None if they are unknown."""
     if device.type != "cuda":
-        return available()
+        return available_bytes()
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import Node
 
-from ort_accel.capture.unused_outputs import nodes_of
-from ort_accel.eager.rerun import EagerAgain
-from ort_accel.eager.run_eager import in_eager
+from ort_accel.capture.unused_outputs import backward_nodes
+from ort_accel.eager.rerun import EagerRerun
+from ort_accel.eager.run_eager import eager_function
 from ort_accel.errors import OrtAccelError
 
 Gradients = Sequence[Tensor | None]
@@ -31,22 +31,22 @@ CHANGED = (
 )
 
 
-class Differentiable:
+class DoubleBackward:
     """A compiled graph whose backward gives differentiable gradients where these are asked for."""
 
     def __init__(self, run: Callable[..., Any], module: fx.GraphModule, on_run: Callable[[], None]) -> None:
         """`module` is the graph as it was captured. `run` may take more inputs behind those of the graph; `on_run` is
         called when a backward runs in eager mode."""
-        self._run, self._eager, self._on_run = run, in_eager(module), on_run
+        self._run, self._eager, self._on_run = run, eager_function(module), on_run
         self._inputs = len(module.graph.find_nodes(op="placeholder"))
 
     def __call__(self, *arguments: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._run(*arguments)
         inputs = arguments[: self._inputs]
-        rerun = EagerAgain(self._eager, inputs, self._on_run)
+        rerun = EagerRerun(self._eager, inputs, self._on_run)
         outputs = self._run(*arguments)
-        node = next(nodes_of(outputs, arguments), None)
+        node = next(backward_nodes(outputs, arguments), None)
         if node is not None:
             output_of = {item.output_nr: index for index, item in enumerate(outputs) if _belongs_to(item, node)}
             node.register_hook(_EagerGradients(rerun, inputs, output_of, node.next_functions))
@@ -62,13 +62,13 @@ class _EagerGradients:
 
     def __init__(
         self,
-        rerun: EagerAgain,
+        rerun: EagerRerun,
         inputs: Sequence[object],
         output_of: dict[int, int],
         edges: Sequence[tuple[Node | None, int]],
     ) -> None:
         """`output_of` has the graph's output for each output of the autograd node."""
-        self._rerun: EagerAgain | None = rerun
+        self._rerun: EagerRerun | None = rerun
         self._output_of, self._edges = output_of, edges
         self._inputs = [item for item in inputs if isinstance(item, Tensor) and item.requires_grad]
 

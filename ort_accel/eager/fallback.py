@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ort_accel.capture.dynamo import said_by
+from ort_accel.capture.dynamo import error_summary
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError, first_line
 from ort_accel.observe.headline import DETAILS
@@ -40,7 +40,7 @@ class FallbackPolicy:
     def not_compiled(self, what: str, error: Exception, where: str = "") -> None:
         """Report that a graph, a call or code is left to PyTorch, as a compiler failed on it."""
         LOG.debug("%s is left to PyTorch", what, exc_info=error)
-        self._report.fallback(what, Reason.NOT_COMPILED, said_by(error), where=where)
+        self._report.fallback(what, Reason.NOT_COMPILED, error_summary(error), where=where)
         self.check(what)
 
     def failed(self, error: Exception) -> bool:

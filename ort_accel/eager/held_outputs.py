@@ -14,16 +14,16 @@ from weakref import WeakSet, finalize, ref
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ort_accel.capture.unused_outputs import nodes_of
-from ort_accel.eager.rerun import EagerAgain, Given
+from ort_accel.capture.unused_outputs import backward_nodes
+from ort_accel.eager.rerun import CallInputs, EagerRerun
 
 
-class KeptOutputs:
+class HeldOutputs:
     """The calls of one model whose skipped outputs may still be read."""
 
     def __init__(self) -> None:
-        self._calls: WeakSet[EagerAgain] = WeakSet()
-        self._probe: Given | None = None
+        self._calls: WeakSet[EagerRerun] = WeakSet()
+        self._probe: CallInputs | None = None
         """Weights that were copied before a backward, until an optimizer steps."""
         self._only_optimizers: bool | None = None
         """True if nothing else changes weights; None until a step has shown it."""
@@ -35,14 +35,14 @@ class KeptOutputs:
 
         finalize(self, register_optimizer_step_pre_hook(before_step).remove)
 
-    def add(self, call: EagerAgain, outputs: Sequence[object], inputs: Sequence[object]) -> None:
+    def add(self, call: EagerRerun, outputs: Sequence[object], inputs: Sequence[object]) -> None:
         """Add a call, with the outputs that were computed and the inputs that they were computed from."""
         self._calls.add(call)
-        node = None if self._only_optimizers else next(nodes_of(outputs, inputs), None)
+        node = None if self._only_optimizers else next(backward_nodes(outputs, inputs), None)
         if node is not None:
             node.register_prehook(partial(_before_backward, ref(self), ref(call)))
 
-    def before_backward(self, call: EagerAgain) -> None:
+    def before_backward(self, call: EagerRerun) -> None:
         """Copy weights before the backward of a call whose outputs are held, unless only optimizers change them."""
         if not self._only_optimizers:
             self._probe = None
@@ -70,7 +70,7 @@ class KeptOutputs:
             given.keep(copies)
 
 
-def _before_backward(kept: ref[KeptOutputs], call: ref[EagerAgain], _: object) -> None:
+def _before_backward(kept: ref[HeldOutputs], call: ref[EagerRerun], _: object) -> None:
     outputs, held = kept(), call()
     if outputs is not None and held is not None:
         outputs.before_backward(held)

@@ -28,7 +28,7 @@ def generator_of(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
-class Given:
+class CallInputs:
     """The weights and inputs of a call, with copies of them once they are about to change."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
@@ -68,13 +68,13 @@ class Given:
         return self._copies, True
 
 
-class EagerAgain:
+class EagerRerun:
     """A call that can be repeated, with its inputs, random numbers, gradient mode and autocast."""
 
     def __init__(self, eager: Callable[..., Any], inputs: Sequence[Any], on_run: Callable[[], None]) -> None:
         """To be made before the call. `eager` runs the graph in eager mode; `on_run` is called when it does so."""
         self._eager, self._on_run = eager, on_run
-        self.given: Given | None = Given(inputs)
+        self.given: CallInputs | None = CallInputs(inputs)
         """None once the results are there."""
         self._device = next((item.device for item in inputs if isinstance(item, Tensor) and item.is_cuda), CPU)
         self._random = generator_of(self._device).get_state()

@@ -16,7 +16,7 @@ from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 
-def in_eager(module: fx.GraphModule) -> Callable[..., Any]:
+def eager_function(module: fx.GraphModule) -> Callable[..., Any]:
     """Return a function that gives a graph's results, and the gradients of the script's own lines."""
     if any(node.target is tag_activation_checkpoint for node in module.graph.nodes):
         return partial(_run, module)
@@ -38,4 +38,4 @@ class _Checkpointing(fx.Interpreter):
         if n.target is not tag_activation_checkpoint:
             return super().run_node(n)
         (body, *inputs), _ = self.fetch_args_kwargs_from_env(n)
-        return checkpoint(in_eager(body), *inputs, use_reentrant=False)
+        return checkpoint(eager_function(body), *inputs, use_reentrant=False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ort_accel.runtime.lazy_tensor import UnreadTensor
+from ort_accel.runtime.lazy_tensor import LazyTensor
 
 Result = TypeVar("Result")
 
@@ -98,5 +98,5 @@ class Step:
 def _differentiable(result: object) -> Tensor | None:
     """Return the result that a backward most likely begins at: a scalar, or else the first with a gradient."""
     leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-    given = [leaf for leaf in leaves if not isinstance(leaf, UnreadTensor) and leaf.requires_grad and not leaf.is_leaf]
+    given = [leaf for leaf in leaves if not isinstance(leaf, LazyTensor) and leaf.requires_grad and not leaf.is_leaf]
     return min(given, key=lambda leaf: leaf.ndim, default=None)

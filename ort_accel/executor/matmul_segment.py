@@ -11,12 +11,12 @@ from ort_accel.executor.program import Inputs, Outputs, Symbols
 from ort_accel.executor.torch_segment import PyTorchSegment
 from ort_accel.graph.nodes import fakes_in
 from ort_accel.graph.symbolic_sizes import SizeFunction, expression
-from ort_accel.kernels.onednn_matmul import KnownSizes
+from ort_accel.kernels.onednn_matmul import FrequentSizes
 from ort_accel.reporting import Runner, Segment
 from ort_accel.runtime.ort_pool import release_unused
 
 
-class TwoWays:
+class MatmulSegment:
     """Runs a segment of products whose sizes vary: by oneDNN where it knows the sizes and is faster."""
 
     def __init__(
@@ -32,7 +32,7 @@ class TwoWays:
         self._by_ort, self._by_onednn = by_ort, by_onednn
         values = [tensor for node in nodes for tensor in fakes_in(node.meta["val"])]
         self._sizes = SizeFunction(expression(size) for value in values for size in value.shape)
-        self._known_sizes, self._changed, self._record = KnownSizes(), changed, record
+        self._known_sizes, self._changed, self._record = FrequentSizes(), changed, record
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"inputs": []}

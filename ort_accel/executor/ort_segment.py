@@ -15,17 +15,17 @@ from torch import fx
 
 from ort_accel.executor.program import Inputs, Outputs, Run, Symbols
 from ort_accel.executor.torch_segment import PyTorchSegment
-from ort_accel.graph.memory_layout import Order, order_in_memory, reverse
-from ort_accel.graph.nodes import call, constant_of, is_part, is_size
+from ort_accel.graph.memory_layout import Order, permuted_order, reverse
+from ort_accel.graph.nodes import call, constant_of, is_getitem, is_size
 from ort_accel.graph.symbolic_sizes import SizeFunction, expression, hinted_bytes, is_known
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, SizeInput, describe
 from ort_accel.lowering.registry import lower
-from ort_accel.memory.heap_tensors import unfilled
-from ort_accel.memory.out_of_memory import is_lack_of_memory
+from ort_accel.memory.heap_tensors import empty_in_heap
+from ort_accel.memory.out_of_memory import is_out_of_memory
 from ort_accel.partition.assign import operands
 from ort_accel.partition.segments import Body
 from ort_accel.reporting import Runner, Segment
-from ort_accel.runtime.dlpack import Bound, OrtValue, sizes_to_ort, to_ort
+from ort_accel.runtime.dlpack import CachedOrtValue, OrtValue, sizes_to_ort, to_ort
 from ort_accel.runtime.ort_pool import release_unused
 from ort_accel.runtime.sessions import Sessions
 
@@ -50,7 +50,7 @@ def build(body: Body, wanted: Sequence[fx.Node], opset: int) -> Model:
     """Builds the ONNX model of a segment's nodes."""
     graph = OnnxGraph(opset)
     inputs = [node for node in body.inputs if not is_size(node)]
-    input_orders = [order_in_memory(node.meta["val"]) for node in inputs]
+    input_orders = [permuted_order(node.meta["val"]) for node in inputs]
     values: dict[fx.Node, Any] = {
         node: _input(graph, f"input_{position}", node.meta["val"], order)
         for position, (node, order) in enumerate(zip(inputs, input_orders, strict=True))
@@ -59,7 +59,7 @@ def build(body: Body, wanted: Sequence[fx.Node], opset: int) -> Model:
         if node.op == "get_attr":
             values[node] = Operand(graph.tensor(constant_of(node)), node.meta["val"])
             continue
-        if is_part(node):
+        if is_getitem(node):
             whole, index = node.args
             values[node] = values[cast("fx.Node", whole)][index]
             continue
@@ -73,7 +73,7 @@ def build(body: Body, wanted: Sequence[fx.Node], opset: int) -> Model:
             values[node] = Operand(lowered[0], fakes)
         else:
             values[node] = [None if r is None else Operand(r, f) for r, f in zip(lowered, fakes, strict=True)]
-    output_orders = [order_in_memory(node.meta["val"]) for node in wanted]
+    output_orders = [permuted_order(node.meta["val"]) for node in wanted]
     results = [_in_order(graph, values[node], order) for node, order in zip(wanted, output_orders, strict=True)]
     outputs = _distinct_values(graph, results)
     for value, node, order in zip(outputs, wanted, output_orders, strict=True):
@@ -106,7 +106,7 @@ def _distinct_values(graph: OnnxGraph, values: Sequence[ir.Value]) -> list[ir.Va
 
 def _converter(keeps_address: bool, order: Order | None) -> Callable[[torch.Tensor], OrtValue]:
     """Returns what hands a tensor over in its order in memory; once, if it usually keeps its address."""
-    convert = Bound().value if keeps_address else to_ort
+    convert = CachedOrtValue().value if keeps_address else to_ort
     return convert if order is None else lambda tensor: convert(tensor.permute(order))
 
 
@@ -130,7 +130,7 @@ def _restored(state: dict[str, object]) -> PyTorchSegment:
     return segment
 
 
-def lie_in_pool(results: Iterable[fx.Node], pool_from: float) -> bool:
+def ort_results_lie_in_pool(results: Iterable[fx.Node], pool_from: float) -> bool:
     """True if the results of a segment lie in ONNX Runtime's pool: all of them do, or none."""
     values = [node.meta["val"] for node in results]
     return any(hinted_bytes(value) >= pool_from or not all(map(is_known, value.shape)) for value in values)
@@ -144,7 +144,7 @@ def ort_makes_results(_: Symbols) -> Sequence[torch.Tensor]:
     return ()
 
 
-class Results:
+class ResultBuffers:
     """Allocates tensors that a model writes its results into, in memory of the C library.
 
     Each of them frees its memory by itself. A result in ONNX Runtime's pool keeps its neighbours in the pool.
@@ -160,7 +160,7 @@ class Results:
         """Returns one tensor for each result."""
         sizes = iter(self._sizes(symbols))
         shapes = [[next(sizes) for _ in range(rank)] for rank in self._ranks]
-        return [unfilled(shape, dtype) for shape, dtype in zip(shapes, self._types, strict=True)]
+        return [empty_in_heap(shape, dtype) for shape, dtype in zip(shapes, self._types, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class OrtSegment:
     def _by_pytorch(self, error: Exception, tensors: Inputs, symbols: Symbols) -> Outputs:
         """Runs the segment in PyTorch after a failure, with the memory that the failed run and the pool held."""
         clear_frames(error.__traceback__)
-        if is_lack_of_memory(error):
+        if is_out_of_memory(error):
             with suppress(Exception):  # memory may be too short even for this
                 release_unused()
         return self._fallback.run(tensors, symbols)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from ort_accel.graph.symbolic_sizes import SizeFunction, SymbolSource
-from ort_accel.memory.out_of_memory import explain_lack_of_memory
+from ort_accel.memory.out_of_memory import explain_out_of_memory
 
 Symbols = dict[str, int]
 """The values of the symbols in sizes."""
@@ -68,7 +68,7 @@ class Program:
             try:
                 _store(step.run(tensors, symbols), step.outputs, registers)
             except Exception as error:
-                explain_lack_of_memory(error)
+                explain_out_of_memory(error)
                 raise
             for index in step.unread:
                 registers[index] = None

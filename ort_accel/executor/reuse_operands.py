@@ -13,13 +13,13 @@ from torch import fx
 from ort_accel.graph.memory_layout import is_plain
 from ort_accel.graph.nodes import is_random, is_view
 from ort_accel.graph.symbolic_sizes import same_shape
-from ort_accel.kernels.output_buffers import with_place
+from ort_accel.kernels.output_buffers import out_overload
 from ort_accel.operators.facts import facts
 from ort_accel.passes.fuse_tied_embedding import add_embedding_gradient
 from ort_accel.reporting import Runner
 
 
-def is_own(node: fx.Node, runner: Runner) -> bool:
+def is_reusable(node: fx.Node, runner: Runner) -> bool:
     """True if a program may write over a node's result once nobody reads it any more."""
     return (runner is Runner.PYTORCH and makes_memory(node)) or facts(node).is_never_constant
 
@@ -47,7 +47,7 @@ def write_over(call: fx.Node, operand: fx.Node) -> None:
     if facts(call).adds_onto_first:
         call.target = add_embedding_gradient
         return
-    found = with_place(call.target)
+    found = out_overload(call.target)
     assert found is not None
     call.target, out_argument = found
     call.kwargs = {**call.kwargs, out_argument: operand}
@@ -59,7 +59,7 @@ def _is_elementwise(node: fx.Node) -> bool:
     Random draws are excluded: PyTorch draws into the result's memory before it reads the operands.
     """
     is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return is_pointwise and not is_random(node) and with_place(node.target) is not None
+    return is_pointwise and not is_random(node) and out_overload(node.target) is not None
 
 
 def replaceable(node: fx.Node) -> list[fx.Node]:
@@ -85,7 +85,7 @@ def _dies(operand: fx.Node, reader: fx.Node, order: dict[fx.Node, int], wanted: 
 
 def makes_memory(node: fx.Node) -> bool:
     """True if PyTorch gives the result of a node in new memory, or in that of an operand."""
-    return facts(node).adds_onto_first or with_place(node.target) is not None
+    return facts(node).adds_onto_first or out_overload(node.target) is not None
 
 
 def _is_last(chain: Sequence[fx.Node], reader: fx.Node, order: dict[fx.Node, int], wanted: set[fx.Node]) -> bool:

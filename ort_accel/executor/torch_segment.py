@@ -13,22 +13,22 @@ from torch.fx.node import Target
 
 from ort_accel.executor.program import Inputs, Outputs, Symbols
 from ort_accel.executor.reuse_operands import reusable_operands, write_over
-from ort_accel.graph.nodes import depends_on_data, is_size
+from ort_accel.graph.nodes import is_data_dependent, is_size
 from ort_accel.graph.symbolic_sizes import SizeFunction, expression, hinted_bytes
 from ort_accel.kernels import index_add
 from ort_accel.kernels.embedding_backward import embedding_gradient
-from ort_accel.kernels.output_buffers import LARGE, is_for_pool, is_placed, placed
-from ort_accel.kernels.tensor_asserts import check
+from ort_accel.kernels.output_buffers import POOL_LEAST_BYTES, belongs_in_pool, needs_buffer, with_buffer
+from ort_accel.kernels.tensor_asserts import raise_unless
 from ort_accel.partition.segments import Body
-from ort_accel.passes.fuse_cross_entropy import JOINED, pooled_cross_entropy_gradient
+from ort_accel.passes.fuse_cross_entropy import CROSS_ENTROPY_BACKWARD, pooled_cross_entropy_gradient
 
 aten = torch.ops.aten
 
 REPLACEMENTS: dict[Target, Target] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
-    aten._assert_async.msg: check,
-    aten._assert_scalar.default: check,
+    aten._assert_async.msg: raise_unless,
+    aten._assert_scalar.default: raise_unless,
     aten.index_put.default: index_add.index_put,
     aten._unsafe_index_put.default: index_add.index_put,
 }
@@ -39,7 +39,7 @@ Tensors from ONNX Runtime are contiguous where eager's may not be, so a plain vi
 
 POOLED: dict[Target, Target] = {
     aten.embedding_dense_backward.default: embedding_gradient,
-    JOINED: pooled_cross_entropy_gradient,
+    CROSS_ENTROPY_BACKWARD: pooled_cross_entropy_gradient,
 }
 """Functions that give large results in the memory of ONNX Runtime's pool."""
 
@@ -82,7 +82,7 @@ class PyTorchSegment:
             if node in replaced:
                 write_over(copy, copies[replaced[node]])
             elif node in shapes:
-                copy.target = placed(node.target, pooled)
+                copy.target = with_buffer(node.target, pooled)
                 copy.args = (node.meta["val"].dtype, shapes[node], *copy.args)
             copies[node] = copy
         graph.output([copies[node] for node in wanted])
@@ -99,14 +99,14 @@ class PyTorchSegment:
         return results
 
 
-def lies_in_pool(node: fx.Node) -> bool:
+def torch_result_lies_in_pool(node: fx.Node) -> bool:
     """True if the result of a node that PyTorch runs lies in ONNX Runtime's pool, where large results may."""
     if node.target not in POOLED:
-        return is_for_pool(node) and not depends_on_data(node)
+        return belongs_in_pool(node) and not is_data_dependent(node)
     value = node.meta["val"]
-    return value.device.type == "cpu" and value.dtype == torch.float32 and hinted_bytes(value) >= LARGE
+    return value.device.type == "cpu" and value.dtype == torch.float32 and hinted_bytes(value) >= POOL_LEAST_BYTES
 
 
 def _has_output_buffer(node: fx.Node, pooled: bool) -> bool:
     """True if a node writes into a given buffer, and the buffer's sizes are known before anything has run."""
-    return is_placed(node, pooled) and not depends_on_data(node)
+    return needs_buffer(node, pooled) and not is_data_dependent(node)

@@ -11,7 +11,7 @@ from ort_accel.graph.symbolic_sizes import expression, hint
 Order = tuple[int, ...]
 
 
-def order_in_memory(fake: torch.Tensor) -> Order | None:
+def permuted_order(fake: torch.Tensor) -> Order | None:
     """Returns the dimensions from the outermost in memory to the innermost; None if contiguous, or with gaps."""
     strides = fake.stride()
     order = sorted(range(fake.ndim), key=lambda dim: (-hint(strides[dim]), dim))

@@ -55,7 +55,7 @@ def user_line(node: fx.Node) -> str:
 
 
 @contextmanager
-def of_no_line() -> Iterator[None]:
+def without_source_line() -> Iterator[None]:
     """Traces nodes without a source line, since a rewrite adds them and no line of the model does."""
     meta = get_current_meta()
     trace = meta.pop("stack_trace", None)
@@ -73,7 +73,7 @@ def call(node: fx.Node) -> str:
     return f"{op_name(node)}({shown})"
 
 
-def find_numbers_from_data(graph: fx.Graph) -> None:
+def mark_data_dependent_scalars(graph: fx.Graph) -> None:
     """Marks data-dependent scalars: results of `.item()`, counts of non-zero elements, and values computed from them.
 
     The traced value does not tell: a trace replaces a scalar that must be 1 by the constant 1.
@@ -81,16 +81,16 @@ def find_numbers_from_data(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target in CHECKS:
             node.meta.setdefault("val", None)  # a trace sets none
-        if _is_number(node) and (_reads_data(node) or any(map(is_from_data, node.all_input_nodes))):
+        if _is_number(node) and (_reads_data(node) or any(map(is_data_dependent_scalar, node.all_input_nodes))):
             node.meta[FROM_DATA] = True
 
 
-def is_from_data(node: fx.Node) -> bool:
+def is_data_dependent_scalar(node: fx.Node) -> bool:
     """True if a node's value is a data-dependent scalar."""
     return FROM_DATA in node.meta or (_is_number(node) and _has_data_size(node))
 
 
-def depends_on_data(node: fx.Node) -> bool:
+def is_data_dependent(node: fx.Node) -> bool:
     """True if a node returns, takes or asserts data-dependent scalars, or tensors of data-dependent sizes.
 
     Such tensors may be empty, and some kernels of ONNX Runtime return wrong results for empty tensors.
@@ -99,7 +99,7 @@ def depends_on_data(node: fx.Node) -> bool:
 
 
 def _is_of_data(node: fx.Node) -> bool:
-    return is_from_data(node) or _has_data_size(node)
+    return is_data_dependent_scalar(node) or _has_data_size(node)
 
 
 def _has_data_size(node: fx.Node) -> bool:
@@ -116,7 +116,7 @@ def _reads_data(node: fx.Node) -> bool:
 
 def is_size(node: fx.Node) -> bool:
     """True if a node's value is an integer that follows from the inputs' sizes."""
-    return isinstance(node.meta.get("val"), int | torch.SymInt) and not is_from_data(node)
+    return isinstance(node.meta.get("val"), int | torch.SymInt) and not is_data_dependent_scalar(node)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -130,7 +130,7 @@ def is_view(node: fx.Node) -> bool:
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
-def order_of(node: fx.Node) -> list[int]:
+def permutation_of(node: fx.Node) -> list[int]:
     """Returns the permutation of a `t`, a `transpose` or a `permute`: the source of each dimension."""
     order = list(range(node.meta["val"].ndim))
     dims: Any = node.args[1:]
@@ -148,7 +148,7 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def is_watched(node: fx.Node) -> bool:
+def is_watch_call(node: fx.Node) -> bool:
     """True if a node passes a tensor to a subscriber."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.startswith("ort_accel::watch")
 
@@ -156,12 +156,12 @@ def is_watched(node: fx.Node) -> bool:
 def writes(node: fx.Node) -> bool:
     """True if a node may mutate an input."""
     target = node.target
-    if is_from_data(node):
+    if is_data_dependent_scalar(node):
         return False
     return not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable
 
 
-def is_part(node: fx.Node) -> bool:
+def is_getitem(node: fx.Node) -> bool:
     """True if a node takes one of the several outputs of another node."""
     return node.target is operator.getitem
 
@@ -173,9 +173,9 @@ def constant_of(node: fx.Node) -> torch.Tensor:
     return tensor
 
 
-def tensors_of(node: fx.Node) -> list[fx.Node]:
+def output_nodes_of(node: fx.Node) -> list[fx.Node]:
     """Returns the nodes of a node's output tensors: itself, or those that take one of its several outputs."""
-    return [user for user in node.users if is_part(user)] or [node]
+    return [user for user in node.users if is_getitem(user)] or [node]
 
 
 def fakes_in(value: object) -> list[torch.Tensor]:
@@ -184,12 +184,12 @@ def fakes_in(value: object) -> list[torch.Tensor]:
     return [item for item in items if isinstance(item, torch.Tensor)]
 
 
-def bytes_made(node: fx.Node) -> int:
+def output_bytes(node: fx.Node) -> int:
     """Returns the bytes of a node's output tensors, at the sizes of the capture."""
     return sum(map(hinted_bytes, fakes_in(node.meta.get("val"))))
 
 
-def half_of(node: fx.Node) -> dict[str, str]:
+def partition_tag_of(node: fx.Node) -> dict[str, str]:
     """Returns the entry of a node's meta that assigns it to the forward or the backward of a joint graph."""
     return {PARTITIONER_TAG: node.meta[PARTITIONER_TAG]} if PARTITIONER_TAG in node.meta else {}
 
@@ -200,7 +200,7 @@ def size_arguments(graph: fx.Graph, node: fx.Node, shape: Sequence[Size]) -> lis
     for dim, size in enumerate(shape):
         if isinstance(size, torch.SymInt):
             size_node = graph.call_function(aten.sym_size.int, (node, dim))
-            size_node.meta = {"val": size} | half_of(node)
+            size_node.meta = {"val": size} | partition_tag_of(node)
             sizes.append(size_node)
         else:
             sizes.append(size)

@@ -92,7 +92,7 @@ class AotResult:
         return _loaded, (self._record, list(self._lifted))
 
 
-def result_of(run: Callable[..., Any], module: torch.fx.GraphModule) -> AotResult:
+def aot_result(run: Callable[..., Any], module: torch.fx.GraphModule) -> AotResult:
     """Return AOTAutograd's result for a module, made within `results_can_be_kept`, in a form that can be stored."""
     serialize = getattr(run, "serialize", None)
     held = *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)

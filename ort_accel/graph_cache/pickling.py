@@ -25,9 +25,9 @@ from torch.fx.node import map_aggregate
 from ort_accel.graph.meta_keys import HAS_GRADIENT
 from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.row_skipping.pipeline import Proposal
-from ort_accel.row_skipping.row_demand import Demands
-from ort_accel.row_skipping.row_plan import Plan
-from ort_accel.row_skipping.row_sets import Extent
+from ort_accel.row_skipping.row_demand import RowAnalysis
+from ort_accel.row_skipping.row_plan import RowPlan
+from ort_accel.row_skipping.row_sets import SizeExpression
 
 Reduced = Any
 """A result of `__reduce__`: a function and its arguments, or `NotImplemented`."""
@@ -49,7 +49,7 @@ class NotKeepable(Exception):
 class StoredFakeTensor:
     """The sizes and type of a fake tensor."""
 
-    shape: tuple[Extent, ...]
+    shape: tuple[SizeExpression, ...]
     dtype: torch.dtype
     device: torch.device
 
@@ -169,12 +169,12 @@ def _reduce_proposal(obj: Proposal) -> Reduced:
     return Proposal, (None, obj.front, obj.unread, obj.work, obj.work_of)
 
 
-def _reduce_plan(obj: Plan) -> Reduced:
-    return Plan, (obj.demands, obj.sets, {}, obj.runs)
+def _reduce_plan(obj: RowPlan) -> Reduced:
+    return RowPlan, (obj.demands, obj.sets, {}, obj.runs)
 
 
-def _reduce_demands(obj: Demands) -> Reduced:
-    return Demands, ({}, {}, {}, obj.attentions)
+def _reduce_demands(obj: RowAnalysis) -> Reduced:
+    return RowAnalysis, ({}, {}, {}, obj.attentions)
 
 
 _REDUCERS: dict[type, Callable[[Any], Reduced]] = {
@@ -188,8 +188,8 @@ _REDUCERS: dict[type, Callable[[Any], Reduced]] = {
     fx.Node: _reduce_node,
     fx.GraphModule: _reduce_module,
     Proposal: _reduce_proposal,
-    Plan: _reduce_plan,
-    Demands: _reduce_demands,
+    RowPlan: _reduce_plan,
+    RowAnalysis: _reduce_demands,
 }
 """Types with a way of their own: operators are pickled by name, analyses without what training steps do not need."""
 

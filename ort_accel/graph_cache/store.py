@@ -27,7 +27,7 @@ from ort_accel.runtime.signed_files import SignedFiles
 
 SUFFIX = "graph"
 
-FOUND, MADE = "graphs from an earlier start", "graphs kept for the next start"
+GRAPHS_LOADED, MADE = "graphs from an earlier start", "graphs kept for the next start"
 
 PROCESS_COUNTERS = ("compilations", "cache hits", "cache misses", MADE)
 """Counters of this process's own work, which are not stored."""
@@ -75,7 +75,7 @@ class ReportEntries:
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredGraph:
     """A compiled graph, with the other results of compiling it."""
 
     run: Callable[..., Any]
@@ -86,7 +86,7 @@ class Kept:
     seconds: float
 
 
-class KeptGraphs:
+class GraphStore:
     """Stores and loads the compiled graphs of one model in a folder."""
 
     def __init__(self, files: SignedFiles, report: Report) -> None:
@@ -100,7 +100,7 @@ class KeptGraphs:
             self._not_kept(error)
             return None
 
-    def get(self, name: str, known: Mapping[str, object]) -> Kept | None:
+    def get(self, name: str, known: Mapping[str, object]) -> StoredGraph | None:
         """Load a compiled graph; None if there is none that this process can use."""
         content = self._files.get(name)
         if content is None:
@@ -110,24 +110,24 @@ class KeptGraphs:
         except Exception as error:
             self._report.note(f"engine.cache_dir: a kept graph cannot be used and is made again: {in_a_line(error)}")
             return None
-        return kept if isinstance(kept, Kept) else None
+        return kept if isinstance(kept, StoredGraph) else None
 
-    def take(self, kept: Kept, shapes: ShapeEnv | None) -> bool:
+    def take(self, kept: StoredGraph, shape_env: ShapeEnv | None) -> bool:
         """Use a kept graph, and return True, if its conditions hold; Dynamo guards on them from now on."""
         try:
-            if kept.guards and (shapes is None or not all(map(shapes.evaluate_expr, kept.guards))):
+            if kept.guards and (shape_env is None or not all(map(shape_env.evaluate_expr, kept.guards))):
                 return False
         except Exception as error:  # a condition on sizes that this graph does not have
             LOG.debug("conditions of a kept graph: %s", in_a_line(error))
             return False
         kept.entries.add_to(self._report)
-        self._report.counters[FOUND] += 1
+        self._report.counters[GRAPHS_LOADED] += 1
         self._report.note(
             "graphs were taken from an earlier start (engine.cache_dir), with the figures that were measured then"
         )
         return True
 
-    def put(self, name: str, kept: Callable[[], Kept], known: Mapping[str, object]) -> None:
+    def put(self, name: str, kept: Callable[[], StoredGraph], known: Mapping[str, object]) -> None:
         """Store a compiled graph."""
         try:
             if self._files.put(name, dumped(kept(), known)):
@@ -140,11 +140,11 @@ class KeptGraphs:
         self._report.note(f"engine.cache_dir: a graph is not kept for the next start: {reason}")
 
 
-class Making:
+class CompilationRecord:
     """Records what compiling a graph adds to the report and to the guards."""
 
-    def __init__(self, report: Report, shapes: ShapeEnv | None) -> None:
-        self._report, self._shapes = report, shapes
+    def __init__(self, report: Report, shape_env: ShapeEnv | None) -> None:
+        self._report, self._shapes = report, shape_env
         self._entries, self._begin = ReportEntries.of(report), time.perf_counter()
         self._guards = set(self._conditions())
         self._checks = self._other_checks()
@@ -157,7 +157,7 @@ class Making:
         runtime = 0 if self._shapes is None else sum(map(len, self._shapes.deferred_runtime_asserts.values()))
         return len(TracingContext.get().guards_context.aotautograd_guards), runtime
 
-    def done(self, run: Callable[..., Any], graphs: int) -> Kept:
+    def done(self, run: Callable[..., Any], graphs: int) -> StoredGraph:
         """Return the compiled graph with its results; `graphs` is the number of compiled graphs."""
         if self._other_checks() != self._checks:
             raise NotKeepable("compiling it led to checks of more than sizes of its inputs")
@@ -165,16 +165,16 @@ class Making:
         entries = ReportEntries.of(self._report).since(self._entries)
         if any(reason is Reason.ENDED_RUNS for _, reason, _ in entries.parts["_fallbacks"]):
             raise NotKeepable("earlier runs ended in a part of it, which may be forgotten")
-        return Kept(run, entries, guards, graphs, time.perf_counter() - self._begin)
+        return StoredGraph(run, entries, guards, graphs, time.perf_counter() - self._begin)
 
 
-def shapes() -> ShapeEnv | None:
+def shape_env() -> ShapeEnv | None:
     """Return the shape environment of the graph that is being captured; None if it has none."""
     mode = TracingContext.get().fake_mode
     return None if mode is None else mode.shape_env
 
 
-def parts_of(module: fx.GraphModule) -> dict[str, Any]:
+def named_parts(module: fx.GraphModule) -> dict[str, Any]:
     """Return a captured graph and its own tensors by the names with which a kept graph refers to them."""
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {"captured graph": module} | {f"captured graph: {name}": tensor for name, tensor in held.items()}

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ort_accel import engine
-from ort_accel.capture.dynamic_shapes import Foreseen
+from ort_accel.capture.dynamic_shapes import ForeseenSizes
 from ort_accel.compiler.layer_by_layer import is_sharded
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
@@ -77,7 +77,7 @@ def _prepare_model(
     prepared = original(model, *args, **kwargs)
     inner = extract_model_from_parallel(prepared)
     _accelerate_once(inner, config, _reason_to_decline(accelerator, model))
-    _share_shapes(accelerator, Foreseen(), inner)
+    _share_shapes(accelerator, ForeseenSizes(), inner)
     return prepared
 
 
@@ -94,9 +94,9 @@ def _prepare_data_loader(
     return prepared
 
 
-def _share_shapes(accelerator: Accelerator, shapes: Foreseen, *models: nn.Module) -> None:
+def _share_shapes(accelerator: Accelerator, shapes: ForeseenSizes, *models: nn.Module) -> None:
     """Merge the known batch shapes, and pass them to all prepared models; models and loaders come in any order."""
-    known, prepared = vars(accelerator).setdefault(_FORESEEN, (Foreseen(), WeakSet()))
+    known, prepared = vars(accelerator).setdefault(_FORESEEN, (ForeseenSizes(), WeakSet()))
     known.add(shapes)
     prepared.update(models)
     for model in prepared:
@@ -112,10 +112,10 @@ def _prepare_together(
     for model in objects:
         if isinstance(model, nn.Module) and is_partitioned(model):
             accelerate_partitioned(model, engine.config_of(model) or config, zero_optimizer_in(*prepared))
-            _share_shapes(accelerator, Foreseen(), model)
+            _share_shapes(accelerator, ForeseenSizes(), model)
         elif isinstance(model, nn.Module):
             _accelerate_once(extract_model_from_parallel(model), config, _reason_to_decline(accelerator, model))
-            _share_shapes(accelerator, Foreseen(), extract_model_from_parallel(model))
+            _share_shapes(accelerator, ForeseenSizes(), extract_model_from_parallel(model))
             if engine.config_of(model) is not None:
                 move_hooks_to_engine(model, prepared)
     return prepared

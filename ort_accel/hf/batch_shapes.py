@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 from torch.utils.data import DataLoader
 
-from ort_accel.capture.dynamic_shapes import Foreseen
+from ort_accel.capture.dynamic_shapes import ForeseenSizes
 
 SEQUENCE_COLUMNS = ("input_values", "labels")
 """The columns of a sample that are sequences, besides tokens (`input_ids`, TRL's `chosen_ids`)."""
@@ -19,21 +19,21 @@ MAX_BATCHES, MAX_SAMPLES = 32, 1024
 """The most batches and samples that are read."""
 
 
-def shapes_of_batches(loader: object, steps: int | None = None) -> Foreseen:
+def shapes_of_batches(loader: object, steps: int | None = None) -> ForeseenSizes:
     """Returns which sizes of a loader's batches will vary. `steps` is the number of batches to be taken, if known."""
     if not isinstance(loader, DataLoader):
-        return Foreseen()
+        return ForeseenSizes()
     batches = loader.batch_sampler
     size = getattr(batches, "batch_size", None)
     if not size:
-        return Foreseen()
+        return ForeseenSizes()
     try:
         count = len(loader.dataset)  # type: ignore[arg-type]
     except TypeError:  # an iterable dataset has no length
-        return Foreseen()
+        return ForeseenSizes()
     reaches_the_last = steps is None or steps >= len(loader)
     keeps_the_last = not getattr(batches, "drop_last", False) and not _pads_last_batch(batches)
-    return Foreseen(
+    return ForeseenSizes(
         lengths=_lengths_differ(loader.dataset, loader.collate_fn, size),
         batch=bool(count % size) and count > size and keeps_the_last and reaches_the_last,
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ort_accel.capture.autograd_replacements import Written, write_out
+from ort_accel.capture.autograd_replacements import Replacement, capture_as_operators
 from ort_accel.kernels.token_log_probs import token_scores
 
 TRL_MODULE = "trl.kernels.chunked_logprob"
@@ -29,7 +29,7 @@ def write_out_heads() -> None:
     kernels = sys.modules.get(TRL_MODULE)  # a script that trains with it has imported it, which is slow
     function = getattr(kernels, "ChunkedLogProbFunction", None)
     if function is not None:
-        write_out(function, Written(_log_probs, _is_suitable))
+        capture_as_operators(function, Replacement(_log_probs, _is_suitable))
 
 
 def _is_suitable(arguments: Sequence[Any]) -> bool:

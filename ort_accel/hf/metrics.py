@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ort_accel.memory.process_memory import most_before_reset
+from ort_accel.memory.process_memory import peak_before_reset
 from ort_accel.observe.density import IGNORED, is_of_tokens
 from ort_accel.reporting import Report, State
 
@@ -126,4 +126,4 @@ def peak_memory() -> int:
     if allocated:
         return allocated
     unit = 1 if sys.platform == "darwin" else 1024
-    return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, most_before_reset())
+    return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, peak_before_reset())

@@ -8,10 +8,10 @@ from typing import NamedTuple, Protocol, TypedDict
 import torch
 from torch import Tensor
 
-from ort_accel.kernels.attention_precision import BACKWARD, FORWARD, added, in_faster_type
+from ort_accel.kernels.attention_precision import FLASH_BACKWARD, FLASH_FORWARD, additive_mask, in_faster_type
 
 
-class How(NamedTuple):
+class AttentionOptions(NamedTuple):
     """The options of an attention."""
 
     mask: Tensor | None
@@ -24,20 +24,20 @@ class How(NamedTuple):
     """The probability with which dropout keeps a weight."""
 
 
-class Failed(Exception):
+class AttentionFailed(Exception):
     """Kernels could not run a dropout after all, for lack of memory, say."""
 
 
-class Kernels(Protocol):
+class AttentionKernels(Protocol):
     """Both directions of an attention in which groups of heads may share their keys."""
 
     def drops(self, query: Tensor, pairs: int) -> bool:
-        """True if these kernels run a dropout of so many weights at once; they may fail at it (`Failed`)."""
+        """True if these kernels run a dropout of so many weights at once; they may fail at it (`AttentionFailed`)."""
 
-    def forward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
+    def forward(self, operands: Sequence[Tensor], how: AttentionOptions) -> Sequence[Tensor]:
         """Take query, key and value; return the result and, from PyTorch's kernel, the logarithm of each row's sum."""
 
-    def backward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
+    def backward(self, operands: Sequence[Tensor], how: AttentionOptions) -> Sequence[Tensor]:
         """Take the result's gradient, query, key, value and both results; return the three gradients."""
 
 
@@ -48,21 +48,21 @@ class PyTorchKernels:
         """Return False: the kernel has no dropout."""
         return False
 
-    def forward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
+    def forward(self, operands: Sequence[Tensor], how: AttentionOptions) -> Sequence[Tensor]:
         """Return the result, and the logarithm of each row's sum."""
-        operands = in_faster_type(FORWARD, operands)
-        results: Sequence[Tensor] = FORWARD(*operands, **_keywords(how, operands[0].dtype))
+        operands = in_faster_type(FLASH_FORWARD, operands)
+        results: Sequence[Tensor] = FLASH_FORWARD(*operands, **_keywords(how, operands[0].dtype))
         return results
 
-    def backward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
+    def backward(self, operands: Sequence[Tensor], how: AttentionOptions) -> Sequence[Tensor]:
         """Return the gradients of query, key and value."""
         *operands, sums = operands
-        operands = in_faster_type(BACKWARD, operands)
-        results: Sequence[Tensor] = BACKWARD(*operands, sums, 0.0, **_keywords(how, operands[0].dtype))
+        operands = in_faster_type(FLASH_BACKWARD, operands)
+        results: Sequence[Tensor] = FLASH_BACKWARD(*operands, sums, 0.0, **_keywords(how, operands[0].dtype))
         return results
 
 
-PYTORCH = PyTorchKernels()
+PYTORCH_ATTENTION = PyTorchKernels()
 
 
 class _Keywords(TypedDict):
@@ -71,6 +71,6 @@ class _Keywords(TypedDict):
     scale: float | None
 
 
-def _keywords(how: How, dtype: torch.dtype) -> _Keywords:
-    mask = None if how.mask is None else added(how.mask, dtype)
+def _keywords(how: AttentionOptions, dtype: torch.dtype) -> _Keywords:
+    mask = None if how.mask is None else additive_mask(how.mask, dtype)
     return {"is_causal": how.is_causal, "attn_mask": mask, "scale": how.scale}

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ort_accel.kernels.attention_dense import How
+from ort_accel.kernels.attention_dense import AttentionOptions
 from ort_accel.kernels.attention_packed import PAIRS_PER_THREAD
-from ort_accel.memory.heap_tensors import unfilled
+from ort_accel.memory.heap_tensors import empty_in_heap
 from ort_accel.runtime.dlpack import to_ort
 from ort_accel.runtime.sessions import Run, Sessions
 
@@ -96,7 +96,7 @@ class AttentionProducts:
         """Return True: a dropout is one more product."""
         return True
 
-    def forward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
+    def forward(self, operands: Sequence[Tensor], how: AttentionOptions) -> Sequence[Tensor]:
         """Return the result, and zeros: nothing is kept for the gradient."""
         query, key, value = operands
         run = self._session(query, how, is_forward=True)
@@ -107,7 +107,7 @@ class AttentionProducts:
             _put(part, tile.of_queries(out))
         return out, query.new_zeros(query.shape[:3])
 
-    def backward(self, operands: Sequence[Tensor], how: How) -> Sequence[Tensor]:
+    def backward(self, operands: Sequence[Tensor], how: AttentionOptions) -> Sequence[Tensor]:
         """Return the gradients of query, key and value."""
         grad, query, key, value, out, _ = operands
         run = self._session(query, how, is_forward=False)
@@ -121,7 +121,7 @@ class AttentionProducts:
                 target.copy_(other) if tile.is_first else target.add_(other)
         return of_query, of_key, of_value
 
-    def _session(self, query: Tensor, how: How, is_forward: bool) -> Run:
+    def _session(self, query: Tensor, how: AttentionOptions, is_forward: bool) -> Run:
         scale = query.shape[-1] ** -0.5 if how.scale is None else how.scale
         wanted = is_forward, how.is_causal, scale, None if how.kept is None else how.keep
         if wanted not in self._runs:
@@ -174,7 +174,7 @@ def _create(sessions: Sessions, is_forward: bool, is_causal: bool, scale: float,
     return sessions.create(model, given, outputs, f"attention {'forward' if is_forward else 'backward'}")
 
 
-def _results(run: Run, given: Sequence[Tensor], tile: _Tile, how: How) -> list[Tensor]:
+def _results(run: Run, given: Sequence[Tensor], tile: _Tile, how: AttentionOptions) -> list[Tensor]:
     hidden = [tile.hidden] if how.is_causal else []
     kept = [] if how.kept is None else [tile.stacked(how.kept)[..., : tile.keys]]
     return run([to_ort(tensor) for tensor in (*given, *hidden, *kept)])
@@ -192,7 +192,7 @@ def _within(wanted: int, limit: int) -> int:
 def _token_major(like: Tensor, width: int) -> Tensor:
     """Return memory for [batch, heads, tokens, width], token by token like the results of PyTorch's kernels."""
     samples, heads, tokens, _ = like.shape
-    return unfilled((samples, tokens, heads, width), like.dtype).transpose(1, 2)
+    return empty_in_heap((samples, tokens, heads, width), like.dtype).transpose(1, 2)
 
 
 def _put(part: Tensor, target: Tensor) -> None:

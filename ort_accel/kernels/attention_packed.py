@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ort_accel.kernels import attention_varlen_cuda
-from ort_accel.kernels.attention_dense import PYTORCH, Failed, Kernels
-from ort_accel.kernels.attention_precision import added
+from ort_accel.kernels.attention_dense import PYTORCH_ATTENTION, AttentionFailed, AttentionKernels
+from ort_accel.kernels.attention_precision import additive_mask
 from ort_accel.kernels.packed_spans import CAUSAL, FULL, MASKED, Batch, Pairs, has_varlen
-from ort_accel.memory.heap_tensors import packed
+from ort_accel.memory.heap_tensors import contiguous_in_heap
 
 __all__ = ["CAUSAL", "FULL", "MASKED", "attention", "attention_backward", "pairs_at_once"]
 
@@ -59,9 +59,9 @@ class _Attention(NamedTuple):
             return None
         return self.pairs.parsed.lengths if attention_varlen_cuda.runs(self.query, self.value) else None
 
-    def drops(self, kernels: Kernels) -> bool:
+    def drops(self, kernels: AttentionKernels) -> bool:
         """True if these kernels run the dropout of all sequences, none of which has a mask."""
-        if self.pairs.kept is None or kernels is PYTORCH:
+        if self.pairs.kept is None or kernels is PYTORCH_ATTENTION:
             return False
         batches = self.pairs.batches()
         is_maskless = bool(batches) and not any(batch.is_masked for batch in batches)
@@ -93,19 +93,19 @@ def attention(
     kept: Tensor | None,
     keep: float,
     scale: float | None,
-    kernels: Kernels = PYTORCH,
+    kernels: AttentionKernels = PYTORCH_ATTENTION,
 ) -> tuple[Tensor, Tensor]:
     """Return the result, and the logarithm of each row's sum, which only the fused kernel computes."""
     given = _Attention(query, key, value, Pairs(spans, query_rows, key_rows, mask, kept), keep, scale)
     if lengths := given.varlen_lengths():
         return attention_varlen_cuda.forward(query, key, value, lengths, scale)
     if given.is_fused or given.drops(kernels):
-        with suppress(Failed):
+        with suppress(AttentionFailed):
             return _by_kernels(kernels, given)
     return _by_products(given)
 
 
-def _by_kernels(kernels: Kernels, given: _Attention) -> tuple[Tensor, Tensor]:
+def _by_kernels(kernels: AttentionKernels, given: _Attention) -> tuple[Tensor, Tensor]:
     query, value = given.query, given.value
     batches = given.pairs.batches()
     operands = zip(*_by_queries(batches, query), *_by_keys(batches, given.key, value), strict=True)
@@ -134,20 +134,20 @@ def attention_backward(
     kept: Tensor | None,
     keep: float,
     scale: float | None,
-    kernels: Kernels = PYTORCH,
+    kernels: AttentionKernels = PYTORCH_ATTENTION,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     given = _Attention(query, key, value, Pairs(spans, query_rows, key_rows, mask, kept), keep, scale)
     if lengths := given.varlen_lengths():
         return attention_varlen_cuda.backward(grad, query, key, value, (out, logsumexp), lengths, scale)
     if given.is_fused or given.drops(kernels):
-        with suppress(Failed):
+        with suppress(AttentionFailed):
             return _by_kernels_backward(kernels, grad, (out, logsumexp), given)
     return _by_products_backward(grad, given)
 
 
 def _by_kernels_backward(
-    kernels: Kernels, grad: Tensor, results: tuple[Tensor, Tensor], given: _Attention
+    kernels: AttentionKernels, grad: Tensor, results: tuple[Tensor, Tensor], given: _Attention
 ) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = given[:3]
     batches = given.pairs.batches()
@@ -179,7 +179,7 @@ def _is_whole(batches: Sequence[Batch], *tensors: Tensor) -> bool:
 
 def _rows(batch: Tensor) -> Tensor:
     """Return [sequences, heads, length, ...] as [rows, heads, ...], the layout of the results of PyTorch's kernels."""
-    return packed(batch.transpose(1, 2).flatten(0, 1))
+    return contiguous_in_heap(batch.transpose(1, 2).flatten(0, 1))
 
 
 def _write(targets: Iterable[Tensor], results: Sequence[Tensor]) -> None:
@@ -267,7 +267,7 @@ def _weights(query: Tensor, key: Tensor, batch: Batch) -> Tensor:
     if batch.is_causal:
         scores.masked_fill_(torch.ones_like(scores[0], dtype=torch.bool).triu_(1), -torch.inf)
     elif (mask := batch.mask()) is not None:
-        scores.view(batch.sequences, -1, *scores.shape[1:]).add_(added(mask, scores.dtype))
+        scores.view(batch.sequences, -1, *scores.shape[1:]).add_(additive_mask(mask, scores.dtype))
     return scores.softmax(-1)
 
 

@@ -12,18 +12,18 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
-FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
-BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+FLASH_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 _MOST_TOKENS: dict[tuple[object, torch.dtype], float] = {
-    (BACKWARD, torch.bfloat16): 128,
-    (BACKWARD, torch.float16): float("inf"),
-    (FORWARD, torch.float16): float("inf"),
+    (FLASH_BACKWARD, torch.bfloat16): 128,
+    (FLASH_BACKWARD, torch.float16): float("inf"),
+    (FLASH_FORWARD, torch.float16): float("inf"),
 }
 """The longest sequences for which single precision is faster."""
 
 
-def is_faster_wide(kernel: object, dtype: torch.dtype, tokens: int) -> bool:
+def is_faster_in_float32(kernel: object, dtype: torch.dtype, tokens: int) -> bool:
     """True if a kernel is faster on sequences of so many tokens when they are cast to single precision first."""
     return tokens <= _MOST_TOKENS.get((kernel, dtype), 0)
 
@@ -31,11 +31,11 @@ def is_faster_wide(kernel: object, dtype: torch.dtype, tokens: int) -> bool:
 def in_faster_type(kernel: object, operands: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return operands of [batch, heads, tokens, width] in the type in which the kernel is faster."""
     tokens = max(operand.shape[2] for operand in operands)
-    wide = is_faster_wide(kernel, operands[0].dtype, tokens)
+    wide = is_faster_in_float32(kernel, operands[0].dtype, tokens)
     return [operand.to(torch.float32) for operand in operands] if wide else operands
 
 
-def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask as numbers that are added to the scores."""
     if mask.dtype == torch.bool:
         return mask.new_zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ort_accel.kernels.attention_dense import PYTORCH, How, Kernels
-from ort_accel.kernels.attention_precision import BACKWARD, FORWARD
+from ort_accel.kernels.attention_dense import PYTORCH_ATTENTION, AttentionKernels, AttentionOptions
+from ort_accel.kernels.attention_precision import FLASH_BACKWARD, FLASH_FORWARD
 from ort_accel.kernels.library import define, fake
 
 own = torch.ops.ort_accel
@@ -22,10 +22,10 @@ def attention(
     allowed: Tensor | None,
     is_causal: bool,
     scale: float | None,
-    kernels: Kernels = PYTORCH,
+    kernels: AttentionKernels = PYTORCH_ATTENTION,
 ) -> tuple[Tensor, Tensor]:
     """Return the result, and the logarithm of each row's sum."""
-    how = How(*_masking(allowed, is_causal, query, key), scale)
+    how = AttentionOptions(*_masking(allowed, is_causal, query, key), scale)
     out, logsumexp = kernels.forward((query, key, value), how)
     return out.to(query.dtype), logsumexp
 
@@ -40,10 +40,10 @@ def attention_backward(
     allowed: Tensor | None,
     is_causal: bool,
     scale: float | None,
-    kernels: Kernels = PYTORCH,
+    kernels: AttentionKernels = PYTORCH_ATTENTION,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value."""
-    how = How(*_masking(allowed, is_causal, query, key), scale)
+    how = AttentionOptions(*_masking(allowed, is_causal, query, key), scale)
     found = kernels.backward((grad, query, key, value, out, logsumexp), how)
     return tuple(each.to(query.dtype) for each in found)
 
@@ -88,15 +88,15 @@ define(
     "CPU",
 )
 
-LEAN_FORWARD, LEAN_BACKWARD = own.scaled_dot_product_lean, own.scaled_dot_product_lean_backward
+SLIM_FORWARD, SLIM_BACKWARD = own.scaled_dot_product_lean, own.scaled_dot_product_lean_backward
 """Attention over keys that groups of heads share; `allowed` says which keys a query may attend to."""
 
-LEAN = {LEAN_FORWARD, LEAN_BACKWARD}
+SLIM_ATTENTION = {SLIM_FORWARD, SLIM_BACKWARD}
 
 
 @fake("scaled_dot_product_lean")
 def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, ...]:
-    result: tuple[Tensor, ...] = FORWARD(query, key, value)
+    result: tuple[Tensor, ...] = FLASH_FORWARD(query, key, value)
     return result
 
 
@@ -104,5 +104,5 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, ..
 def _(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *_: object
 ) -> tuple[Tensor, ...]:
-    result: tuple[Tensor, ...] = BACKWARD(grad, query, key, value, out, logsumexp, 0.0, False)
+    result: tuple[Tensor, ...] = FLASH_BACKWARD(grad, query, key, value, out, logsumexp, 0.0, False)
     return result

@@ -16,7 +16,7 @@ own = torch.ops.ort_accel
 BITS_PER_BYTE = 8
 
 
-def is_of_bits(node: fx.Node) -> bool:
+def is_bit_mask_op(node: fx.Node) -> bool:
     """True if a node turns a mask into bits or back."""
     return node.target in (own.to_bits.default, own.from_bits.default)
 

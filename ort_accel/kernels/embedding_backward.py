@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ort_accel.kernels.output_buffers import LARGE
+from ort_accel.kernels.output_buffers import POOL_LEAST_BYTES
 from ort_accel.runtime.ort_pool import pooled_zeros
 
 aten = torch.ops.aten
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 def embedding_gradient(grad: Tensor, indices: Tensor, count: int, padding: int, by_frequency: bool) -> Tensor:
     """Return the bits of `aten.embedding_dense_backward`: the rows that occur are added up in the same order."""
     width = grad.shape[-1]
-    is_large = count * width * grad.itemsize >= LARGE
+    is_large = count * width * grad.itemsize >= POOL_LEAST_BYTES
     if not is_large or by_frequency or not grad.is_cpu or grad.dtype != torch.float32 or not grad.numel():
         return aten.embedding_dense_backward.default(grad, indices, count, padding, by_frequency)  # type: ignore[no-any-return]
     whole = pooled_zeros((count, width))

@@ -16,7 +16,7 @@ from ort_accel.runtime.host_memory import host_memory
 own = torch.ops.ort_accel
 
 
-def is_move(node: fx.Node) -> bool:
+def is_host_copy(node: fx.Node) -> bool:
     """True if a node begins or ends a copy to host memory or back."""
     return getattr(node.target, "overloadpacket", None) in {own.to_host, own.from_host, own.moved}
 

@@ -16,15 +16,15 @@ from torch import Tensor, fx
 
 from ort_accel.graph.nodes import fakes_in
 from ort_accel.graph.symbolic_sizes import hinted_bytes
-from ort_accel.kernels.output_buffers import is_for_pool, placed
-from ort_accel.memory.heap_tensors import packed
-from ort_accel.runtime.picklable_closures import made_by
+from ort_accel.kernels.output_buffers import belongs_in_pool, with_buffer
+from ort_accel.memory.heap_tensors import contiguous_in_heap
+from ort_accel.runtime.picklable_closures import picklable_by
 
 aten = torch.ops.aten
 
-PRODUCTS = {aten.mm.default, aten.addmm.default}
+ONEDNN_OPERATORS = {aten.mm.default, aten.addmm.default}
 
-AGAIN = 3
+ONEDNN_FROM_CALL = 3
 """The call of one size from which on oneDNN runs it. oneDNN generates code for each size and keeps it, which pays only
 for sizes that come back."""
 
@@ -47,7 +47,7 @@ def has_onednn() -> bool:
 
 def can_multiply(node: fx.Node) -> bool:
     """True if oneDNN can run this node: a product of matrices in single precision, plus a row at the most."""
-    if node.target not in PRODUCTS or not has_onednn() or is_for_pool(node):
+    if node.target not in ONEDNN_OPERATORS or not has_onednn() or belongs_in_pool(node):
         return False
     tensors = [tensor for item in (node, *node.all_input_nodes) for tensor in fakes_in(item.meta.get("val"))]
     if any(tensor.dtype != torch.float32 or tensor.device.type != "cpu" for tensor in tensors):
@@ -65,16 +65,16 @@ def _value(argument: object) -> Tensor:
     return value
 
 
-def product(*operands: Tensor) -> Tensor:
+def onednn_product(*operands: Tensor) -> Tensor:
     """Return `mm(left, right)` or `addmm(row, left, right)`."""
     *row, left, right = operands
     if not row and _is_cheaper_transposed(left, right):
-        return packed(_product(right.t(), left.t()).t())
+        return contiguous_in_heap(_product(right.t(), left.t()).t())
     return _product(left, right, *row)
 
 
 def _product(left: Tensor, right: Tensor, row: Tensor | None = None) -> Tensor:
-    rows = packed(left)  # or the operator copies them, into memory that leaves gaps
+    rows = contiguous_in_heap(left)  # or the operator copies them, into memory that leaves gaps
     return torch.ops.mkldnn._linear_pointwise(rows, right.t(), row, "none", [], "")  # type: ignore[no-any-return]
 
 
@@ -87,7 +87,7 @@ def _is_cheaper_transposed(left: Tensor, right: Tensor) -> bool:
     return is_transposed and left.numel() > right.numel() + left.shape[0] * right.shape[1]
 
 
-class KnownSizes:
+class FrequentSizes:
     """The sizes of a product that came often enough for oneDNN to run them."""
 
     def __init__(self) -> None:
@@ -104,24 +104,24 @@ class KnownSizes:
         if len(self._calls) == MAX_COUNTED_SIZES and size not in self._calls:
             self._calls.clear()
         self._calls[size] += 1
-        if self._calls[size] < AGAIN:
+        if self._calls[size] < ONEDNN_FROM_CALL:
             return False
         self._frequent.add(size)
         return True
 
 
-def product_of_known_sizes(target: Any) -> Callable[..., Tensor]:
+def onednn_for_frequent_sizes(target: Any) -> Callable[..., Tensor]:
     """Return the operator, run by oneDNN for sizes that came often."""
-    known = KnownSizes()
-    otherwise = placed(target, pooled=False)
+    known = FrequentSizes()
+    otherwise = with_buffer(target, pooled=False)
 
     def run(*operands: Tensor) -> Tensor:
         *_, left, right = operands
         rows, columns = left.shape[0], right.shape[1]
         size = (*left.shape, columns)
         if size in known or known.came(size):
-            return product(*operands)
+            return onednn_product(*operands)
         return otherwise(left.dtype, (rows, columns), *operands)
 
     run.__name__ = f"{str(target).replace('.', '_')}_of_known_sizes"
-    return made_by(run, product_of_known_sizes, target)
+    return picklable_by(run, onednn_for_frequent_sizes, target)

@@ -16,12 +16,12 @@ from torch._ops import OpOverload
 
 from ort_accel.graph.memory_layout import is_plain
 from ort_accel.graph.symbolic_sizes import hinted_bytes, is_known
-from ort_accel.memory.heap_tensors import LEAST, unfilled
-from ort_accel.memory.malloc_settings import leaves_gaps
-from ort_accel.runtime.ort_pool import ITEM_TYPES, pooled_zeros
-from ort_accel.runtime.picklable_closures import made_by
+from ort_accel.memory.heap_tensors import LEAST_BYTES, empty_in_heap
+from ort_accel.memory.malloc_settings import fragments_heap
+from ort_accel.runtime.ort_pool import TYPE_BY_ITEM_BYTES, pooled_zeros
+from ort_accel.runtime.picklable_closures import picklable_by
 
-LARGE = 32 << 20
+POOL_LEAST_BYTES = 32 << 20
 """Bytes from which on a result lies in the pool. The C library maps memory of that size anew for each tensor, page by
 page; the pool keeps it."""
 
@@ -29,7 +29,7 @@ _OUT_ARGUMENTS = ("out", "grad_input")
 
 
 @cache
-def with_place(target: Any) -> tuple[OpOverload[..., Any], str] | None:
+def out_overload(target: Any) -> tuple[OpOverload[..., Any], str] | None:
     """Return the overload that writes into a given tensor, and that argument's name.
 
     None if PyTorch has none that does so on the CPU without a copy.
@@ -50,12 +50,12 @@ def _has_cpu_kernel(target: OpOverload[..., Any]) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CPU")  # type: ignore[no-untyped-call]
 
 
-def is_for_pool(node: fx.Node) -> bool:
+def belongs_in_pool(node: fx.Node) -> bool:
     """True if a node's result may lie in the pool: it is large, and of a type that the pool has memory for."""
-    return _can_be_placed(node, LARGE) and node.meta["val"].dtype.itemsize in ITEM_TYPES
+    return _can_be_placed(node, POOL_LEAST_BYTES) and node.meta["val"].dtype.itemsize in TYPE_BY_ITEM_BYTES
 
 
-def is_placed(node: fx.Node, pooled: bool) -> bool:
+def needs_buffer(node: fx.Node, pooled: bool) -> bool:
     """True if a node's result gets a buffer of ours. `pooled` allows the pool for large ones."""
     return _can_be_placed(node, _least_bytes(pooled))
 
@@ -65,12 +65,12 @@ def _can_be_placed(node: fx.Node, least_bytes: float) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.device.type != "cpu" or not all(map(is_known, value.shape)):
         return False
-    return hinted_bytes(value) >= least_bytes and is_plain(value) and with_place(node.target) is not None
+    return hinted_bytes(value) >= least_bytes and is_plain(value) and out_overload(node.target) is not None
 
 
-def placed(target: Any, pooled: bool) -> Callable[..., Tensor]:
+def with_buffer(target: Any, pooled: bool) -> Callable[..., Tensor]:
     """Return the operator as a function of its result's type and sizes and of its own arguments."""
-    found = with_place(target)
+    found = out_overload(target)
     assert found is not None
     overload, out = found
     least_bytes = _least_bytes(pooled)
@@ -79,13 +79,17 @@ def placed(target: Any, pooled: bool) -> Callable[..., Tensor]:
         size_bytes = math.prod(sizes) * dtype.itemsize
         if size_bytes < least_bytes:
             return target(*args, **kwargs)  # type: ignore[no-any-return]
-        make = pooled_zeros if pooled and size_bytes >= LARGE and dtype.itemsize in ITEM_TYPES else unfilled
+        make = (
+            pooled_zeros
+            if pooled and size_bytes >= POOL_LEAST_BYTES and dtype.itemsize in TYPE_BY_ITEM_BYTES
+            else empty_in_heap
+        )
         return overload(*args, **kwargs, **{out: make(sizes, dtype)})  # type: ignore[no-any-return]
 
     run.__name__ = str(target).replace(".", "_") + "_placed"
-    return made_by(run, placed, target, pooled)
+    return picklable_by(run, with_buffer, target, pooled)
 
 
 def _least_bytes(pooled: bool) -> float:
     """Return the size from which on a result gets a buffer of ours."""
-    return LEAST if leaves_gaps() else LARGE if pooled else math.inf
+    return LEAST_BYTES if fragments_heap() else POOL_LEAST_BYTES if pooled else math.inf

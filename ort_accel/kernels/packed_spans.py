@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ort_accel.kernels import attention_varlen_cuda
-from ort_accel.kernels.attention_dense import How
+from ort_accel.kernels.attention_dense import AttentionOptions
 
 FULL, CAUSAL, MASKED = range(3)
 """The masking of a sequence: each query attends to all keys, to those up to its own, or as a mask says."""
@@ -89,9 +89,9 @@ class Batch(NamedTuple):
     def key_rows(self) -> tuple[int, int]:
         return self.members[0].keys.begin, self.members[-1].keys.end
 
-    def how(self, scale: float | None, keep: float) -> How:
+    def how(self, scale: float | None, keep: float) -> AttentionOptions:
         """Return the options for a dense kernel."""
-        return How(self.mask(), self.is_causal, scale, self.kept(), keep)
+        return AttentionOptions(self.mask(), self.is_causal, scale, self.kept(), keep)
 
     def mask(self) -> Tensor | None:
         """Return which keys a query attends to, or numbers to add to the scores."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FAILED = "what the model checks does not hold"
+ASSERT_FAILED = "what the model checks does not hold"
 """The message of a failed assert. Eager mode repeats it in the model's own words."""
 
 
@@ -10,7 +10,7 @@ class CheckFailed(RuntimeError):
     """A number is not what the model asks for."""
 
 
-def check(holds: object, text: str) -> None:
+def raise_unless(holds: object, text: str) -> None:
     """Raise an error unless it holds."""
     if not holds:
         raise CheckFailed(text)
@@ -18,4 +18,4 @@ def check(holds: object, text: str) -> None:
 
 def is_failed_check(error: Exception) -> bool:
     """True if an assert failed, in a compiled graph or in one that runs as it was captured."""
-    return isinstance(error, CheckFailed) or (isinstance(error, RuntimeError) and FAILED in str(error))
+    return isinstance(error, CheckFailed) or (isinstance(error, RuntimeError) and ASSERT_FAILED in str(error))

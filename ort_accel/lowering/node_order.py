@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import onnx_ir as ir
 
 
-def listed(nodes: Sequence[ir.Node]) -> list[ir.Node]:
+def in_running_order(nodes: Sequence[ir.Node]) -> list[ir.Node]:
     """Return operators in an order in which ONNX Runtime runs them, as far as possible, in the given one."""
     position = {node: index for index, node in enumerate(nodes)}
     ordered: dict[ir.Node, None] = {}

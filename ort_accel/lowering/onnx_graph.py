@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ort_accel.graph.symbolic_sizes import Size, expression
-from ort_accel.lowering.node_order import listed
+from ort_accel.lowering.node_order import in_running_order
 
 DTYPES = {
     torch.float32: ir.DataType.FLOAT,
@@ -28,7 +28,7 @@ DTYPES = {
     torch.bool: ir.DataType.BOOL,
 }
 
-HALVES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 """Types that PyTorch computes with in single precision, to round once."""
 
 MICROSOFT = "com.microsoft"
@@ -229,7 +229,7 @@ class OnnxGraph:
         graph = ir.Graph(
             [*self.inputs, *(size.value for size in self.size_inputs.values())],
             outputs,
-            nodes=listed(self.nodes),
+            nodes=in_running_order(self.nodes),
             initializers=list(self._constants.values()),
             opset_imports=domains,
             name=name,

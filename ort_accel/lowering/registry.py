@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from ort_accel.lowering.onnx_graph import OnnxGraph
 from ort_accel.lowering.term import Term
-from ort_accel.lowering.torchlib_fallback import tail
+from ort_accel.lowering.torchlib_fallback import torchlib_lowerings
 
 Lowering = Callable[..., Any]
 """Takes the graph and the node's arguments, tensors as `Operand`; returns one value or term, or a tuple of them, with
@@ -42,7 +42,7 @@ def lowerings() -> dict[OpOverload[..., Any], Lowering]:
 
     for module in pkgutil.iter_modules(ops.__path__):
         importlib.import_module(f"{ops.__name__}.{module.name}")
-    return tail() | _LOWERINGS
+    return torchlib_lowerings() | _LOWERINGS
 
 
 def lower(graph: OnnxGraph, target: Any, args: Any, kwargs: Any, result: Any) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ OLDEST_OPSET = 18
 """The operator set that torchlib is written in."""
 
 
-def tail() -> dict[OpOverload[..., Any], Callable[..., Any]]:
+def torchlib_lowerings() -> dict[OpOverload[..., Any], Callable[..., Any]]:
     """Return a lowering for each operator of the list."""
     allowed: dict[str, list[str]] = json.loads(LIST.read_text())["operators"]
     return {overload(name): lowering(name, set(types)) for name, types in allowed.items()}

@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 from functools import cache
 
-JOINING = "glibc.malloc.tcache_count=0"
+COALESCING_TUNABLE = "glibc.malloc.tcache_count=0"
 """The tunable with which glibc coalesces freed blocks. glibc reads tunables when a process starts."""
 
 _COALESCES_SINCE = (2, 39)
@@ -18,28 +18,28 @@ _THRESHOLDS = ("trim_threshold", "mmap_threshold", "top_pad")
 """Settings that a user may have made: `MALLOC_TOP_PAD_` in the environment, or the tunable `glibc.malloc.top_pad`."""
 
 
-def return_free_memory() -> None:
+def trim_heap() -> None:
     """Return the free memory of the heap to the system with `malloc_trim`, if the C library has it."""
     if (trim := libc_function("malloc_trim")) is not None:
         trim(0)
 
 
 @cache
-def joins_freed_blocks() -> bool:
+def coalesces_freed_blocks() -> bool:
     """True if glibc merges a freed aligned block with the bytes that were cut off to align it.
 
     Before version 2.39, these bytes go to the thread's cache of small blocks. The freed block is then too small for the
     next one of its size, and the heap fragments.
     """
-    return JOINING in _tunables().split(":") or _glibc_version() >= _COALESCES_SINCE
+    return COALESCING_TUNABLE in _tunables().split(":") or _glibc_version() >= _COALESCES_SINCE
 
 
-def leaves_gaps() -> bool:
+def fragments_heap() -> bool:
     """True if the C library is a glibc that fragments its heap."""
-    return bool(_glibc_version()) and not joins_freed_blocks()
+    return bool(_glibc_version()) and not coalesces_freed_blocks()
 
 
-def keep_freed_blocks() -> bool:
+def disable_trimming() -> bool:
     """Let the heap keep freed blocks for the next step; returns True if it will.
 
     By default, glibc trims the end of its heap often, and each step faults the same pages in again. Thresholds that a

@@ -14,18 +14,18 @@ HELP = (
 _PHRASES = ("out of memory", "allocate memory", "bad_alloc", "bad allocation")
 
 
-def is_lack_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """True if an error says that memory ran out."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(phrase in text for phrase in _PHRASES)
 
 
-def explain_lack_of_memory(error: BaseException) -> None:
+def explain_out_of_memory(error: BaseException) -> None:
     """Add a note to an error that says that memory ran out: the process, its resident set, and advice.
 
     The error keeps its type and message, so that Trainers that search for a batch size recognize it.
     """
-    if not is_lack_of_memory(error) or any(HELP in note for note in getattr(error, "__notes__", ())):
+    if not is_out_of_memory(error) or any(HELP in note for note in getattr(error, "__notes__", ())):
         return
     held = resident()
     holding = "" if held is None else f" It holds {held / 2**20:,.0f} MiB."

@@ -49,7 +49,7 @@ def resident_now() -> int:
         return 0
 
 
-def available() -> int | None:
+def available_bytes() -> int | None:
     """Returns the bytes that are left on the machine and in its container; None if the system has no answer."""
     if not _MEMINFO.exists():
         return None
@@ -66,7 +66,7 @@ def _left_in_container() -> int | None:
     return None
 
 
-def reset_peak() -> bool:
+def reset_high_water_mark() -> bool:
     """Reset the high-water mark of the resident set; returns False if the system forbids it."""
     before = resident("VmHWM") or 0
     try:
@@ -77,7 +77,7 @@ def reset_peak() -> bool:
     return True
 
 
-def most_before_reset() -> int:
+def peak_before_reset() -> int:
     """Returns the highest high-water mark before the last reset; 0 without a reset."""
     return _mark_before_reset[0]
 
@@ -99,7 +99,7 @@ def in_use() -> int | None:
     return int(info.uordblks + info.hblkhd)
 
 
-class MostInUse:
+class AllocationSampler:
     """Samples the allocated bytes from a thread and keeps the highest."""
 
     INTERVAL_S = 0.001

@@ -14,8 +14,8 @@ from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
-from ort_accel.memory.malloc_settings import return_free_memory
-from ort_accel.memory.process_memory import MostInUse, in_use, reset_peak, resident
+from ort_accel.memory.malloc_settings import trim_heap
+from ort_accel.memory.process_memory import AllocationSampler, in_use, reset_high_water_mark, resident
 from ort_accel.memory_records import MeasuredPeak
 from ort_accel.observe.logs import rank
 from ort_accel.reporting import Report
@@ -36,7 +36,7 @@ class _Baseline:
     compilations: int
 
 
-class MemoryWatch:
+class StepMemoryWatch:
     """Follows the training steps of one model."""
 
     def __init__(
@@ -49,7 +49,7 @@ class MemoryWatch:
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._baseline: _Baseline | None = None
         self._persistent_bytes = 0
-        self._sampler: MostInUse | None = None
+        self._sampler: AllocationSampler | None = None
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._hook = register_optimizer_step_post_hook(self._after_step)
 
@@ -105,14 +105,14 @@ class MemoryWatch:
     def _emptied_baseline(self) -> _Baseline | None:
         """Empty pools and heap, and return the memory that is left; None if the system has no answer."""
         self._release()
-        return_free_memory()
+        trim_heap()
         baseline = resident()
         return None if baseline is None else _Baseline(baseline, in_use(), self._report.counters["compilations"])
 
     def _begin_measurement(self, model: nn.Module) -> None:
-        if reset_peak():
+        if reset_high_water_mark():
             self._persistent_bytes = sum(tensor.nbytes for tensor in self._tensors(model))
-            self._sampler = MostInUse()
+            self._sampler = AllocationSampler()
 
     def _end_measurement(self) -> None:
         """Record the measured step, unless it has compiled something."""

@@ -13,25 +13,25 @@ from torch import fx
 
 from ort_accel.graph.nodes import (
     CHECKS,
-    depends_on_data,
     fakes_in,
-    is_part,
+    is_data_dependent,
+    is_getitem,
     is_random,
     is_view,
-    is_watched,
+    is_watch_call,
     op_name,
     writes,
 )
 from ort_accel.graph.symbolic_sizes import expression
-from ort_accel.kernels.bit_mask import is_of_bits
-from ort_accel.kernels.host_copies import is_move
+from ort_accel.kernels.bit_mask import is_bit_mask_op
+from ort_accel.kernels.host_copies import is_host_copy
 from ort_accel.kernels.token_log_probs import token_scores, token_scores_backward
 from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, Operand, Slower, describe
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.operators.facts import facts
 from ort_accel.partition.known_slow_ops import slower
 from ort_accel.reporting import Reason, Runner
-from ort_accel.runtime.crash_journal import EndedBefore
+from ort_accel.runtime.crash_journal import CrashedBefore
 from ort_accel.runtime.sessions import Sessions
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ class Assignment:
     def free(self) -> set[fx.Node]:
         """Views that both runtimes can take. They belong to no segment: each segment repeats those that it needs."""
         views = {node for node, runner in self.runner.items() if runner is Runner.ORT and is_view(node)}
-        return views | {user for view in views for user in view.users if is_part(user)}
+        return views | {user for view in views for user in view.users if is_getitem(user)}
 
     @property
     def undecided(self) -> list[fx.Node]:
@@ -80,7 +80,7 @@ def operands(node: fx.Node, make: Callable[[fx.Node], Any]) -> tuple[Any, Any]:
 
 
 @dataclass
-class Assigner:
+class NodeRules:
     """Applies the rules for single nodes. A trial model is built once for each operator, dtype and shape."""
 
     opset: int
@@ -100,13 +100,13 @@ class Assigner:
     def _by_design(self, node: fx.Node) -> Refusal | None:
         """Refuses what PyTorch runs whatever ONNX Runtime can do."""
         name = op_name(node)
-        if {name, name.rpartition(".")[0]} & self.unwanted or is_watched(node):
+        if {name, name.rpartition(".")[0]} & self.unwanted or is_watch_call(node):
             return Refusal(Reason.WISH)
-        if is_move(node):
+        if is_host_copy(node):
             return Refusal(Reason.WISH, "memory.offload")
         if "scaled_dot_product" in name or "flash_attention" in name:
             return Refusal(Reason.ATTENTION)
-        if node.target in (token_scores, token_scores_backward) or is_of_bits(node):
+        if node.target in (token_scores, token_scores_backward) or is_bit_mask_op(node):
             return Refusal(Reason.ONE_STEP)
         if is_random(node):
             return Refusal(Reason.RANDOM)
@@ -151,10 +151,10 @@ class Assigner:
             return Refusal(Reason.SLOWER_ELSEWHERE, str(error))
         except NotLowerable as error:
             return Refusal(Reason.UNSUPPORTED_OP, str(error))
-        except EndedBefore as error:
+        except CrashedBefore as error:
             return Refusal(Reason.ENDED_RUNS, str(error))
         except Exception as error:
-            return Refusal(Reason.UNSUPPORTED_DTYPE, short(error))
+            return Refusal(Reason.UNSUPPORTED_DTYPE, short_message(error))
         return None
 
     def _model_of(self, node: fx.Node) -> ir.Model:
@@ -178,7 +178,7 @@ class Assigner:
 
 
 def _not_an_operator(node: fx.Node) -> Refusal | None:
-    if depends_on_data(node):
+    if is_data_dependent(node):
         return Refusal(Reason.CHECK if node.target in CHECKS else Reason.DATA_DEPENDENT)
     if not isinstance(node.target, torch._ops.OpOverload):
         return Refusal(Reason.UNSUPPORTED_OP, "not an ATen operator")
@@ -192,7 +192,7 @@ def _kind(value: object) -> object:
     return tuple(map(_kind, value)) if isinstance(value, tuple | list) else value
 
 
-def short(error: Exception) -> str:
+def short_message(error: Exception) -> str:
     """Returns an error's message in one line."""
     text = str(error)
     marker = "Could not find an implementation for "

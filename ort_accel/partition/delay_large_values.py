@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from ort_accel.graph.meta_keys import OUTLIVES_GRAPH, RUNS_AFTER
-from ort_accel.graph.nodes import bytes_made, is_random, writes
-from ort_accel.kernels.host_copies import is_move
+from ort_accel.graph.nodes import is_random, output_bytes, writes
+from ort_accel.kernels.host_copies import is_host_copy
 from ort_accel.partition.segments import Cut, keeps_position, values_read
 from ort_accel.reporting import Runner
 
@@ -50,9 +50,9 @@ class _Lifetimes:
             for item in read:
                 self._readers.setdefault(item, []).append(node)
         self._returned = values_read(cuts[0].nodes[0].graph.output_node(), free)
-        recomputed_bytes = [bytes_made(node) for node in self.segment if RUNS_AFTER in node.meta]
+        recomputed_bytes = [output_bytes(node) for node in self.segment if RUNS_AFTER in node.meta]
         self._large_bytes = max(LARGE_BYTES, max(recomputed_bytes, default=0) / 2)
-        self._fixed_segments = {self.segment[node] for node in self.segment if writes(node) or is_move(node)}
+        self._fixed_segments = {self.segment[node] for node in self.segment if writes(node) or is_host_copy(node)}
 
     def late(self) -> dict[fx.Node, int]:
         """Returns large values that are made long before they are read, each with the segment that it may precede."""
@@ -69,7 +69,7 @@ class _Lifetimes:
         ONNX Runtime holds its inputs until a segment ends; PyTorch frees an input behind its last reader.
         """
         is_bound = keeps_position(node) or is_random(node) or RUNS_AFTER in node.meta or node in self._returned
-        if is_bound or bytes_made(node) < self._large_bytes:
+        if is_bound or output_bytes(node) < self._large_bytes:
             return False
         if not self._fixed_segments.isdisjoint(range(self.segment[node], first_reader)):
             return False
@@ -96,10 +96,10 @@ class _Lifetimes:
         """True if only this segment reads a large value that it makes."""
         readers = set(self._readers.get(node, ()))
         is_read_here = bool(readers) and readers.issubset(cut.nodes)
-        return is_read_here and bytes_made(node) >= self._large_bytes and node not in self._returned
+        return is_read_here and output_bytes(node) >= self._large_bytes and node not in self._returned
 
     def _is_end(self, tail: Sequence[fx.Node], cut: Cut) -> bool:
         """True if nothing large follows the tail in its segment, and no node of the segment reads the tail."""
         others = [node for node in cut.nodes[cut.nodes.index(tail[0]) :] if node not in tail]
         readers = [reader for node in tail for reader in self._readers.get(node, ())]
-        return all(bytes_made(node) < self._large_bytes for node in others) and set(readers).isdisjoint(cut.nodes)
+        return all(output_bytes(node) < self._large_bytes for node in others) and set(readers).isdisjoint(cut.nodes)

@@ -10,10 +10,10 @@ from torch import fx
 
 from ort_accel.graph.nodes import fakes_in
 from ort_accel.graph.symbolic_sizes import hinted_elements
-from ort_accel.lowering.onnx_graph import HALVES
+from ort_accel.lowering.onnx_graph import HALF_DTYPES
 from ort_accel.operators.facts import facts
 
-WORTH_A_CROSSING = 1 << 16
+MIN_HANDOVER_ELEMENTS = 1 << 16
 """Elements from which on a handover costs less than the better kernel saves."""
 
 
@@ -22,6 +22,6 @@ def slower(node: fx.Node) -> str | None:
     made = fakes_in(node.meta["val"])
     known = facts(node)
     figures = known.faster_in_pytorch if known.faster_in_pytorch_if(node) else ""
-    if known.faster_in_pytorch_in_halves and made[0].dtype in HALVES:
+    if known.faster_in_pytorch_in_halves and made[0].dtype in HALF_DTYPES:
         figures = known.faster_in_pytorch_in_halves
-    return figures if figures and max(map(hinted_elements, made)) >= WORTH_A_CROSSING else None
+    return figures if figures and max(map(hinted_elements, made)) >= MIN_HANDOVER_ELEMENTS else None

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import fx
 
-from ort_accel.graph.nodes import fakes_in, is_part, is_random, is_size, is_watched, op_name
+from ort_accel.graph.nodes import fakes_in, is_getitem, is_random, is_size, is_watch_call, op_name
 from ort_accel.graph.symbolic_sizes import hinted_elements
 from ort_accel.partition.assign import Assignment, Refusal
 from ort_accel.partition.delay_large_values import delay_large_values
@@ -98,6 +98,6 @@ def _needed(graph: fx.Graph) -> list[fx.Node]:
     needed: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         is_read = not needed.isdisjoint(node.users)
-        if not is_size(node) and (is_read or node.is_impure() or is_random(node) or is_watched(node)):
+        if not is_size(node) and (is_read or node.is_impure() or is_random(node) or is_watch_call(node)):
             needed.add(node)
-    return [node for node in graph.nodes if node in needed and node.op == "call_function" and not is_part(node)]
+    return [node for node in graph.nodes if node in needed and node.op == "call_function" and not is_getitem(node)]

@@ -10,18 +10,18 @@ from torch import fx
 
 from ort_accel.graph.meta_keys import RUNS_AFTER
 from ort_accel.graph.nodes import (
-    bytes_made,
-    is_from_data,
-    is_part,
+    is_data_dependent_scalar,
+    is_getitem,
     is_random,
     is_returned,
     is_size,
     is_view,
-    is_watched,
-    tensors_of,
+    is_watch_call,
+    output_bytes,
+    output_nodes_of,
     writes,
 )
-from ort_accel.kernels.host_copies import is_move
+from ort_accel.kernels.host_copies import is_host_copy
 from ort_accel.partition.assign import Assignment
 from ort_accel.reporting import Runner
 
@@ -38,12 +38,12 @@ class Cut:
 
 def keeps_position(node: fx.Node) -> bool:
     """True if a node runs where the graph has it, whatever it reads."""
-    return is_watched(node) or writes(node) or is_move(node) or is_from_data(node)
+    return is_watch_call(node) or writes(node) or is_host_copy(node) or is_data_dependent_scalar(node)
 
 
 def values_read(node: fx.Node, free: set[fx.Node]) -> set[fx.Node]:
     """Returns the inputs and computed values that a node reads, looking through views."""
-    return _read_through(node, lambda item: item in free or is_part(item))
+    return _read_through(node, lambda item: item in free or is_getitem(item))
 
 
 def _computed_values_read(node: fx.Node, free: set[fx.Node]) -> set[fx.Node]:
@@ -105,10 +105,10 @@ class _Order:
         last_fixed: fx.Node | None = None
         for node in nodes:
             dependencies = _computed_values_read(node, free) | ({last_fixed} if last_fixed else set())
-            if writes(node) or is_move(node):
+            if writes(node) or is_host_copy(node):
                 dependencies.update(before)
                 last_fixed = node
-            if writes(node) or is_random(node) or is_watched(node):
+            if writes(node) or is_random(node) or is_watch_call(node):
                 if last_ordered is not None:
                     dependencies.add(last_ordered)
                 last_ordered = node
@@ -192,7 +192,7 @@ class _Delay:
 
     def _values_read(self, node: fx.Node) -> set[fx.Node]:
         computed = self._order.before
-        return _read_through(node, lambda item: item not in computed and (is_view(item) or is_part(item)))
+        return _read_through(node, lambda item: item not in computed and (is_view(item) or is_getitem(item)))
 
     def _independent_nodes(self) -> dict[fx.Node, bool]:
         """Returns the nodes that wait for nothing, or for such nodes alone.
@@ -205,14 +205,14 @@ class _Delay:
         def bytes_for(value: fx.Node) -> int:
             """Returns the bytes that have to exist for a value, which may come late itself."""
             if value not in independent or (self._reader_count[value] > 1 and not is_returned(value)):
-                return bytes_made(value)
+                return output_bytes(value)
             return 0 if is_returned(value) else needed_bytes[value]
 
         for node, sources in self._order.before.items():
             is_bound = keeps_position(node) or node in self._order.segments_before
             if not is_bound and all(independent.get(source) for source in sources):
                 needed_bytes[node] = sum(map(bytes_for, self._read[node]))
-                independent[node] = needed_bytes[node] - bytes_made(node) < NEGLIGIBLE_BYTES
+                independent[node] = needed_bytes[node] - output_bytes(node) < NEGLIGIBLE_BYTES
         return independent
 
     def _is_side_result(self, node: fx.Node) -> bool:
@@ -234,7 +234,7 @@ class Body:
 
 def body_of(nodes: Sequence[fx.Node], wanted: Sequence[fx.Node], free: set[fx.Node]) -> Body:
     """Returns the nodes of a segment with the views that they, or the values wanted from it, look through."""
-    own = {*nodes, *(part for node in nodes for part in tensors_of(node))}
+    own = {*nodes, *(part for node in nodes for part in output_nodes_of(node))}
     inputs: dict[fx.Node, None] = {}
     body: dict[fx.Node, None] = {}
 

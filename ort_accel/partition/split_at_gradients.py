@@ -9,7 +9,7 @@ from typing import cast
 
 from torch import fx
 
-from ort_accel.graph.nodes import fakes_in, is_part, is_size, returned
+from ort_accel.graph.nodes import fakes_in, is_getitem, is_size, returned
 from ort_accel.graph.symbolic_sizes import hinted_elements
 from ort_accel.partition.segments import Cut, body_of
 
@@ -18,7 +18,7 @@ GRADIENT_GROUPS = 8
 
 
 @dataclass(frozen=True)
-class Source:
+class GradientSource:
     """The input of the forward that a gradient belongs to."""
 
     edge: int
@@ -27,7 +27,7 @@ class Source:
     """Inputs of the backward graph that share its memory, which may change only when all have been read."""
 
 
-Gradients = Sequence[Source | None]
+Gradients = Sequence[GradientSource | None]
 """The source of each output of a backward graph; None for an output that is no gradient."""
 
 
@@ -54,7 +54,7 @@ def _pieces(item: Cut, sizes: Counter[fx.Node], most_elements: float) -> Iterabl
         yield Cut(item.runner, piece)
 
 
-def due(
+def gradients_by_step(
     graph: fx.Graph,
     gradients: Gradients,
     free: set[fx.Node],
@@ -97,4 +97,4 @@ def _values_behind(node: fx.Node, free: set[fx.Node]) -> list[fx.Node]:
 
 
 def _operator(node: fx.Node) -> fx.Node:
-    return cast("fx.Node", node.args[0]) if is_part(node) else node
+    return cast("fx.Node", node.args[0]) if is_getitem(node) else node

@@ -11,7 +11,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import Argument
 
-from ort_accel.graph.nodes import is_part, is_view, writes
+from ort_accel.graph.nodes import is_getitem, is_view, writes
 from ort_accel.graph.symbolic_sizes import expression
 
 CAST = torch.ops.aten._to_copy.default
@@ -64,7 +64,7 @@ def pinned_tensors(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _mutates(node: fx.Node) -> bool:
-    return not is_part(node) and isinstance(node.target, OpOverload) and writes(node)
+    return not is_getitem(node) and isinstance(node.target, OpOverload) and writes(node)
 
 
 def tensors_behind(node: fx.Node) -> list[fx.Node]:
@@ -75,6 +75,6 @@ def tensors_behind(node: fx.Node) -> list[fx.Node]:
         item = pending.pop()
         if item not in found:
             found[item] = None
-            if is_part(item) or is_view(item):
+            if is_getitem(item) or is_view(item):
                 pending.extend(item.all_input_nodes)
     return list(found)

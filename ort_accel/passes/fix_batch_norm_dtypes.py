@@ -11,8 +11,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ort_accel.graph.nodes import fakes_in, is_part
-from ort_accel.lowering.onnx_graph import HALVES
+from ort_accel.graph.nodes import fakes_in, is_getitem
+from ort_accel.lowering.onnx_graph import HALF_DTYPES
 from ort_accel.passes.options import PassOptions
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ def fix_batch_norm_dtypes(graph: fx.Graph, _: PassOptions) -> int:
     for node in graph.nodes:
         if node.target in RUNNING_STATISTICS:
             operand, *others = fakes_in([item.meta.get("val") for item in node.all_input_nodes])
-            if operand.dtype in HALVES and operand.device.type == "cpu":
+            if operand.dtype in HALF_DTYPES and operand.device.type == "cpu":
                 is_mixed = any(item.dtype == torch.float32 for item in others)
                 _correct(node, torch.float32 if is_mixed else operand.dtype)
                 count += 1
@@ -51,7 +51,7 @@ def _correct(node: fx.Node, saved: torch.dtype) -> None:
         dtypes |= dict.fromkeys(positions, running.meta["val"].dtype)
     fakes = [fake.to(dtypes.get(position, fake.dtype)) for position, fake in enumerate(node.meta["val"])]
     node.meta["val"] = tuple(fakes)
-    for part in filter(is_part, node.users):
+    for part in filter(is_getitem, node.users):
         position = part.args[1]
         assert isinstance(position, int)
         part.meta["val"] = fakes[position]

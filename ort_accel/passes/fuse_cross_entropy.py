@@ -12,9 +12,9 @@ from torch._ops import OpOverload
 from torch.fx.node import Argument
 
 from ort_accel.graph.symbolic_sizes import Size
-from ort_accel.kernels.output_buffers import placed
-from ort_accel.lowering.onnx_graph import HALVES, OnnxGraph, Operand, Value
-from ort_accel.lowering.ops.losses import MEAN, Labels, shares
+from ort_accel.kernels.output_buffers import with_buffer
+from ort_accel.lowering.onnx_graph import HALF_DTYPES, OnnxGraph, Operand, Value
+from ort_accel.lowering.ops.losses import MEAN, Labels, label_gradients
 from ort_accel.lowering.registry import lowers
 from ort_accel.passes.common import source_of
 from ort_accel.passes.options import PassOptions
@@ -33,7 +33,7 @@ def cross_entropy_backward(
     total_weight: torch.Tensor,
 ) -> torch.Tensor:
     """Returns the gradient of the logits, from their log-probabilities."""
-    if log_probs.dtype in HALVES:  # PyTorch's second step rounds once, the fused formula after each operator
+    if log_probs.dtype in HALF_DTYPES:  # PyTorch's second step rounds once, the fused formula after each operator
         slope = aten.nll_loss_backward(grad, log_probs, target, weight, reduction, ignore_index, total_weight)
         result: torch.Tensor = aten._log_softmax_backward_data(slope, log_probs, 1, log_probs.dtype)
         return result
@@ -55,10 +55,12 @@ def pooled_cross_entropy_gradient(
         plain: torch.Tensor = cross_entropy_backward(grad, log_probs, *rest)
         return plain
     dtype, sizes = log_probs.dtype, tuple(log_probs.shape)
-    if dtype in HALVES:
-        slope = placed(aten.nll_loss_backward.default, pooled=True)(dtype, sizes, grad, log_probs, *rest)
-        return placed(aten._log_softmax_backward_data.default, pooled=True)(dtype, sizes, slope, log_probs, 1, dtype)
-    return _less_labels(placed(aten.exp.default, pooled=True)(dtype, sizes, log_probs), grad, *rest)
+    if dtype in HALF_DTYPES:
+        slope = with_buffer(aten.nll_loss_backward.default, pooled=True)(dtype, sizes, grad, log_probs, *rest)
+        return with_buffer(aten._log_softmax_backward_data.default, pooled=True)(
+            dtype, sizes, slope, log_probs, 1, dtype
+        )
+    return _less_labels(with_buffer(aten.exp.default, pooled=True)(dtype, sizes, log_probs), grad, *rest)
 
 
 def _less_labels(
@@ -81,7 +83,7 @@ def _less_labels(
     return softmax.scatter_(1, column, softmax.gather(1, column) - share)
 
 
-JOINED: OpOverload = torch.ops.ort_accel.cross_entropy_backward.default
+CROSS_ENTROPY_BACKWARD: OpOverload = torch.ops.ort_accel.cross_entropy_backward.default
 
 
 def fuse_cross_entropy(graph: fx.Graph, _: PassOptions) -> int:
@@ -91,7 +93,7 @@ def fuse_cross_entropy(graph: fx.Graph, _: PassOptions) -> int:
     for node in matching:
         slope = source_of(node)
         with graph.inserting_before(node):
-            fused = graph.call_function(JOINED, slope.args)
+            fused = graph.call_function(CROSS_ENTROPY_BACKWARD, slope.args)
         fused.meta = dict(node.meta)
         node.replace_all_uses_with(fused)
         graph.erase_node(node)
@@ -105,7 +107,7 @@ def _matches(node: fx.Node) -> bool:
         return False
     value = node.meta["val"]
     over_classes = value.ndim == 2 and dim in (1, -1) and _without_detach(slope.args[1]) is _without_detach(log_probs)
-    return over_classes and dtype == value.dtype and len(slope.args) == len(JOINED._schema.arguments)
+    return over_classes and dtype == value.dtype and len(slope.args) == len(CROSS_ENTROPY_BACKWARD._schema.arguments)
 
 
 def _without_detach(argument: Argument) -> Argument:
@@ -114,7 +116,7 @@ def _without_detach(argument: Argument) -> Argument:
     return argument
 
 
-@lowers(JOINED)
+@lowers(CROSS_ENTROPY_BACKWARD)
 def lowered(
     graph: OnnxGraph,
     grad: Operand,
@@ -126,7 +128,7 @@ def lowered(
     total_weight: Operand,
 ) -> Value:
     labels = Labels(graph, log_probs, target, ignore_index)
-    share = labels.along_classes(shares(graph, labels, grad, weight, reduction, total_weight))
+    share = labels.along_classes(label_gradients(graph, labels, grad, weight, reduction, total_weight))
     scaled = graph.op("Mul", graph.op("Exp", log_probs), share)
     at_label = graph.op("Exp", labels.along_classes(labels.picked(log_probs)))
     less_one = graph.op("Mul", graph.op("Sub", at_label, graph.scalar(1, log_probs.dtype)), share)

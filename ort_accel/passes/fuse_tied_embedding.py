@@ -40,8 +40,8 @@ def embedding_backward_onto(
     return add_embedding_gradient(base.clone(), grad, indices, count, padding, by_frequency)
 
 
-ONTO: OpOverload = torch.ops.ort_accel.embedding_backward_onto.default
-lowers(ONTO)(embedding_backward)  # refuses the operator, with the reason why PyTorch runs it
+EMBEDDING_BACKWARD_ONTO: OpOverload = torch.ops.ort_accel.embedding_backward_onto.default
+lowers(EMBEDDING_BACKWARD_ONTO)(embedding_backward)  # refuses the operator, with the reason why PyTorch runs it
 
 
 def fuse_tied_embedding(graph: fx.Graph, _: PassOptions) -> int:
@@ -52,7 +52,7 @@ def fuse_tied_embedding(graph: fx.Graph, _: PassOptions) -> int:
             continue
         base, table = operands
         with graph.inserting_before(node):
-            fused = graph.call_function(ONTO, (base, *table.args))
+            fused = graph.call_function(EMBEDDING_BACKWARD_ONTO, (base, *table.args))
         fused.meta = dict(node.meta)
         node.replace_all_uses_with(fused)
         graph.erase_node(node)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import fx
 
 from ort_accel.graph.meta_keys import FROM_DATA
-from ort_accel.graph.nodes import find_numbers_from_data
+from ort_accel.graph.nodes import mark_data_dependent_scalars
 from ort_accel.passes.options import PassOptions
 
 
 def mark_data_numbers(graph: fx.Graph, _: PassOptions) -> int:
     """Set `FROM_DATA` in the meta of such numbers; returns how many there are."""
-    find_numbers_from_data(graph)
+    mark_data_dependent_scalars(graph)
     return sum(FROM_DATA in node.meta for node in graph.nodes)

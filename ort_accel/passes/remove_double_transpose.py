@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from ort_accel.graph.nodes import is_returned, order_of
+from ort_accel.graph.nodes import is_returned, permutation_of
 from ort_accel.passes.common import source_of
 from ort_accel.passes.options import PassOptions
 
@@ -26,7 +26,7 @@ def remove_double_transpose(graph: fx.Graph, _: PassOptions) -> int:
     for node in list(graph.nodes):
         if not _is_transpose(node) or not _is_transpose(inner := node.args[0]):
             continue
-        inner_order, order, source = order_of(inner), order_of(node), source_of(inner)
+        inner_order, order, source = permutation_of(inner), permutation_of(node), source_of(inner)
         if [inner_order[dim] for dim in order] == sorted(order) and not _must_be_view(node, source):
             node.replace_all_uses_with(source)
             count += 1

@@ -17,10 +17,10 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import Argument
 
-from ort_accel.graph.nodes import is_part
+from ort_accel.graph.nodes import is_getitem
 from ort_accel.graph.symbolic_sizes import known_equal, same_shape
-from ort_accel.kernels.attention_precision import BACKWARD, FORWARD
-from ort_accel.kernels.attention_slim import LEAN_BACKWARD, LEAN_FORWARD
+from ort_accel.kernels.attention_precision import FLASH_BACKWARD, FLASH_FORWARD
+from ort_accel.kernels.attention_slim import SLIM_BACKWARD, SLIM_FORWARD
 from ort_accel.passes.options import PassOptions
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ class _Found:
 
 def slim_attention(graph: fx.Graph, _: PassOptions) -> int:
     """Remove masks and repeated keys; returns for how many kernels."""
-    nodes = graph.find_nodes(op="call_function", target=FORWARD)
+    nodes = graph.find_nodes(op="call_function", target=FLASH_FORWARD)
     found = [attention for node in nodes if (attention := _find(node)) and not attention.is_slim]
     for attention in found:
         _replace(graph, attention)
@@ -128,14 +128,14 @@ def _unrepeated(node: fx.Node) -> fx.Node | None:
 
 
 def _backward_of(node: fx.Node) -> fx.Node | None:
-    sums = [part for part in node.users if is_part(part) and part.args[1] == 1]
-    readers = [user for part in sums for user in part.users if user.target is BACKWARD]
+    sums = [part for part in node.users if is_getitem(part) and part.args[1] == 1]
+    readers = [user for part in sums for user in part.users if user.target is FLASH_BACKWARD]
     return readers[0] if readers else None
 
 
 def _sum_of(backward: fx.Node, position: int, source: fx.Node) -> list[fx.Node] | None:
     """Returns the nodes that sum a gradient over heads that share a key; None if another node reads the gradient."""
-    parts = [part for part in backward.users if is_part(part) and part.args[1] == position]
+    parts = [part for part in backward.users if is_getitem(part) and part.args[1] == position]
     if not parts or not parts[0].users:
         return []
     steps: Sequence[Callable[[fx.Node], bool]] = (
@@ -155,12 +155,12 @@ def _sum_of(backward: fx.Node, position: int, source: fx.Node) -> list[fx.Node] 
 def _replace(graph: fx.Graph, found: _Found) -> None:
     forward, backward = found.forward, found.backward
     masking = (found.condition, found.is_causal, _arguments(forward)["scale"])
-    _put(graph, forward, LEAN_FORWARD.default, (forward.args[0], found.key, found.value, *masking))
+    _put(graph, forward, SLIM_FORWARD.default, (forward.args[0], found.key, found.value, *masking))
     if backward is None:
         return
     grad, query, _, _, *results = backward.args[:6]
     arguments = (grad, query, found.key, found.value, *results, *masking)
-    for part in _put(graph, backward, LEAN_BACKWARD.default, arguments):
+    for part in _put(graph, backward, SLIM_BACKWARD.default, arguments):
         position = part.args[1]
         assert isinstance(position, int)
         if chain := found.sums.get(position):
@@ -180,7 +180,7 @@ def _put(graph: fx.Graph, node: fx.Node, target: OpOverload, arguments: tuple[Ar
     graph.erase_node(node)
     for source in inputs:
         _erase_dead(graph, source)
-    parts = [user for user in new.users if is_part(user)]
+    parts = [user for user in new.users if is_getitem(user)]
     for part in parts:
         part.meta["val"] = new.meta["val"][part.args[1]]
     return parts

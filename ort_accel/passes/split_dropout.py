@@ -17,7 +17,7 @@ from torch import fx
 from torch._inductor import config as inductor_settings
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm
 
-from ort_accel.graph.nodes import half_of, is_part, is_random, size_arguments
+from ort_accel.graph.nodes import is_getitem, is_random, partition_tag_of, size_arguments
 from ort_accel.kernels.dropout_mask import kept
 from ort_accel.passes.common import source_of
 from ort_accel.passes.options import PassOptions
@@ -62,7 +62,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
         mask = _draw(graph, operand, node, keep) if keep else _empty_mask(graph, operand, node)
         dropped = graph.call_function(aten.native_dropout_backward.default, (operand, mask, 1 / (keep or 1)))
     dropped.meta = {**node.meta, "val": node.meta["val"][0]}
-    for part in [user for user in node.users if is_part(user)]:
+    for part in [user for user in node.users if is_getitem(user)]:
         part.replace_all_uses_with(mask if part.args[1] else dropped)
         graph.erase_node(part)
     graph.erase_node(node)
@@ -104,7 +104,7 @@ def _draw_by_dropout(graph: fx.Graph, node: fx.Node, sizes: Sequence[int | fx.No
     operand = source_of(node)
     like = drawn.to(operand.meta["val"].dtype)
     blank = graph.call_function(aten.empty.memory_format, (sizes,), {"dtype": like.dtype, "device": like.device})
-    blank.meta = {"val": like} | half_of(operand)
+    blank.meta = {"val": like} | partition_tag_of(operand)
     dropout = graph.call_function(aten.native_dropout.default, (blank, node.args[1], True))
     dropout.meta = {**node.meta, "val": (like, drawn)}
     mask = graph.call_function(operator.getitem, (dropout, 1))

@@ -7,16 +7,20 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from ort_accel.graph.nodes import is_part
+from ort_accel.graph.nodes import is_getitem
 from ort_accel.graph.symbolic_sizes import hint
-from ort_accel.kernels.attention_precision import BACKWARD, FORWARD, is_faster_wide
+from ort_accel.kernels.attention_precision import FLASH_BACKWARD, FLASH_FORWARD, is_faster_in_float32
 from ort_accel.passes.common import CAST
 from ort_accel.passes.options import PassOptions
 
 
 def upcast_attention(graph: fx.Graph, _: PassOptions) -> int:
     """Put casts around fused attention where float32 is faster; returns how often."""
-    found = [node for target in (FORWARD, BACKWARD) for node in graph.find_nodes(op="call_function", target=target)]
+    found = [
+        node
+        for target in (FLASH_FORWARD, FLASH_BACKWARD)
+        for node in graph.find_nodes(op="call_function", target=target)
+    ]
     slow = [node for node in found if _is_slow(node)]
     for node in slow:
         _upcast(graph, node)
@@ -25,7 +29,7 @@ def upcast_attention(graph: fx.Graph, _: PassOptions) -> int:
 
 def _is_slow(node: fx.Node) -> bool:
     tensors = [argument.meta["val"] for argument in node.args[:4] if isinstance(argument, fx.Node)]
-    return is_faster_wide(node.target, tensors[0].dtype, max(hint(tensor.shape[-2]) for tensor in tensors))
+    return is_faster_in_float32(node.target, tensors[0].dtype, max(hint(tensor.shape[-2]) for tensor in tensors))
 
 
 def _upcast(graph: fx.Graph, node: fx.Node) -> None:
@@ -38,7 +42,7 @@ def _upcast(graph: fx.Graph, node: fx.Node) -> None:
     node.args = fx.map_arg(node.args, lambda argument: casts.get(argument, argument))
     node.kwargs = fx.map_arg(node.kwargs, lambda argument: casts.get(argument, argument))
     node.meta["val"] = tuple(value.to(torch.float32) for value in node.meta["val"])
-    for part in [user for user in node.users if is_part(user)]:
+    for part in [user for user in node.users if is_getitem(user)]:
         if part.meta["val"].dtype == narrow:
             part.meta["val"] = part.meta["val"].to(torch.float32)
             with graph.inserting_after(part):

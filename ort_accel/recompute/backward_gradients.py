@@ -7,11 +7,11 @@ from collections import defaultdict
 from torch import fx
 
 from ort_accel.graph.nodes import returned
-from ort_accel.partition.split_at_gradients import Source
+from ort_accel.partition.split_at_gradients import GradientSource
 from ort_accel.recompute.joint_graph import is_tensor, storage_owner
 
 
-def gradients_of(forward: fx.GraphModule, backward: fx.GraphModule, kept_from: int) -> list[Source | None]:
+def gradient_sources(forward: fx.GraphModule, backward: fx.GraphModule, kept_from: int) -> list[GradientSource | None]:
     """Returns the source of each output of the backward. Saved values are the forward's outputs from `kept_from` on."""
     saved_views: defaultdict[str, set[str]] = defaultdict(set)
     for saved in returned(forward.graph)[kept_from:]:
@@ -22,4 +22,6 @@ def gradients_of(forward: fx.GraphModule, backward: fx.GraphModule, kept_from: i
     if len(inputs) != len(outputs):  # AOTAutograd has added inputs, such as the state of a generator
         return [None] * len(outputs)
     edges = {node: edge for edge, node in enumerate(filter(is_tensor, inputs))}
-    return [Source(edges[node], frozenset(saved_views[node.name])) if node in edges else None for node in inputs]
+    return [
+        GradientSource(edges[node], frozenset(saved_views[node.name])) if node in edges else None for node in inputs
+    ]

@@ -33,7 +33,7 @@ Candidate = RecomputeSite | OffloadSite
 
 
 @dataclass(frozen=True)
-class Chosen:
+class MemoryPlan:
     """A plan for the values that a forward would save."""
 
     recomputed: frozenset[fx.Node] = frozenset()
@@ -42,7 +42,7 @@ class Chosen:
     packs_masks: bool = False
 
 
-Predict = Callable[[Chosen], StepMemory]
+Predict = Callable[[MemoryPlan], StepMemory]
 """Predicts the memory of a step under a plan."""
 
 
@@ -50,7 +50,7 @@ Predict = Callable[[Chosen], StepMemory]
 class FrontierPoint:
     """A plan and the predicted memory of its step."""
 
-    chosen: Chosen
+    chosen: MemoryPlan
     step: StepMemory
     sites: tuple[RecomputeSite, ...] = ()
     """The sites that are recomputed for the budget."""
@@ -68,7 +68,7 @@ def frontier(
 
     Masks are packed first, since that costs least. Each list of candidates is used up before the next one.
     """
-    plan = Chosen(frozenset(always))
+    plan = MemoryPlan(frozenset(always))
     point = FrontierPoint(plan, predict(plan))
     yield point
     wanted_bytes, left = point.step.transient_bytes // ROUNDS, candidates
@@ -93,7 +93,7 @@ def frontier(
         yield point
 
 
-def within(budget: str | float, frontiers: Sequence[Iterator[FrontierPoint]]) -> list[FrontierPoint]:
+def fit_budget(budget: str | float, frontiers: Sequence[Iterator[FrontierPoint]]) -> list[FrontierPoint]:
     """Returns the cheapest frontier up to its first point that a budget holds.
 
     If none holds it, raises an error that names the smallest budget that can be kept.

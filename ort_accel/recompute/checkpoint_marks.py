@@ -33,7 +33,7 @@ class Marks:
     """Operators whose results a region reads. They are saved under every plan."""
 
 
-def mark(node: fx.Node, region: int) -> None:
+def mark_recompute(node: fx.Node, region: int) -> None:
     """Mark an operator for recompute. Later regions have larger numbers."""
     node.meta[RECOMPUTE], node.meta[CHECKPOINT_REGION] = CheckpointPolicy.PREFER_RECOMPUTE, region
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ort_accel.graph.nodes import fakes_in, is_part, is_view
+from ort_accel.graph.nodes import fakes_in, is_getitem, is_view
 from ort_accel.graph.symbolic_sizes import hinted_bytes
 from ort_accel.operators.facts import facts
 from ort_accel.operators.flops import flops
@@ -20,7 +20,7 @@ LAUNCH_MS = 0.01
 
 def node_ms(node: fx.Node) -> float:
     """Returns the milliseconds that a node takes at the captured sizes."""
-    if node.op != "call_function" or is_view(node) or is_part(node):
+    if node.op != "call_function" or is_view(node) or is_getitem(node):
         return 0.0
     fakes = [fake for item in (*node.all_input_nodes, node) for fake in fakes_in(item.meta.get("val"))]
     moved_bytes = sum(map(hinted_bytes, fakes))

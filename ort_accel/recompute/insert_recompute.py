@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from torch import fx
 
 from ort_accel.graph.meta_keys import PARTITIONER_TAG, RUNS_AFTER
-from ort_accel.graph.nodes import is_part, is_returned, is_size, is_view
+from ort_accel.graph.nodes import is_getitem, is_returned, is_size, is_view
 from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.recompute.joint_graph import backward_nodes, producer, storage_owner
 
@@ -58,7 +58,7 @@ def insert_recompute(joint: fx.Graph, recomputed: Collection[fx.Node] = ()) -> l
 
 def _only_views(reader: fx.Node, wanted: Sequence[fx.Node]) -> bool:
     """True if a backward node is a view of forward values alone, and other backward nodes read it."""
-    views = is_view(reader) or (is_part(reader) and is_view(producer(reader)))
+    views = is_view(reader) or (is_getitem(reader) and is_view(producer(reader)))
     sizes = sum(is_size(item) for item in reader.all_input_nodes)
     return views and not is_returned(reader) and len(wanted) + sizes == len(reader.all_input_nodes)
 
@@ -105,7 +105,7 @@ def _dependencies(reader: fx.Node, inside: set[fx.Node]) -> tuple[str, ...]:
 
 def _is_recomputed_view(node: fx.Node, operators: set[fx.Node]) -> bool:
     """True for a view of all elements of its source, or of a recomputed value."""
-    if is_part(node):
+    if is_getitem(node):
         return is_view(node.args[0]) and _is_recomputed_view(node.args[0], operators)  # type: ignore[arg-type]
     if not is_view(node):
         return False

@@ -13,9 +13,9 @@ from torch._ops import OpOverload
 from torch.fx.node import Argument
 
 from ort_accel.graph.meta_keys import PARTITIONER_TAG
-from ort_accel.graph.nodes import depends_on_data, is_part, is_random, is_size, is_view, returned, writes
+from ort_accel.graph.nodes import is_data_dependent, is_getitem, is_random, is_size, is_view, returned, writes
 from ort_accel.graph.symbolic_sizes import expression
-from ort_accel.kernels.attention_slim import LEAN
+from ort_accel.kernels.attention_slim import SLIM_ATTENTION
 from ort_accel.kernels.packed_rows import ON_ROWS
 
 
@@ -40,7 +40,7 @@ def packet(node: fx.Node) -> object:
 
 def producer(node: fx.Node) -> fx.Node:
     """Returns the operator that computes a value; for one of several outputs, the operator that computes them all."""
-    while is_part(node):
+    while is_getitem(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -48,7 +48,7 @@ def producer(node: fx.Node) -> fx.Node:
 def storage_owner(node: fx.Node) -> fx.Node:
     """Returns the value whose storage a view reads; a value that is no view owns its storage."""
     while True:
-        if is_part(node):
+        if is_getitem(node):
             source = producer(node)
             if not is_view(source):
                 return node
@@ -77,14 +77,14 @@ def is_tensor(node: fx.Node) -> bool:
 def is_recomputable(node: fx.Node) -> bool:
     """True if a second run of a node has the same result and no side effect."""
     target = node.target
-    if is_part(node):
+    if is_getitem(node):
         return is_recomputable(producer(node))
     if node.op != "call_function" or not isinstance(target, OpOverload) or is_size(node):
         return False
-    is_known = target.namespace in ("aten", "prims") or target.overloadpacket in ON_ROWS | LEAN
+    is_known = target.namespace in ("aten", "prims") or target.overloadpacket in ON_ROWS | SLIM_ATTENTION
     if not is_known or is_random(node) or writes(node):
         return False
-    return not depends_on_data(node)
+    return not is_data_dependent(node)
 
 
 def symbolic_bytes(fake: torch.Tensor) -> int | sympy.Expr:

@@ -9,7 +9,7 @@ from torch import fx
 
 from ort_accel.memory_records import MemoryStage, PlanKind, PlanRow
 from ort_accel.recompute.joint_graph import producer
-from ort_accel.recompute.offload import Movable, Offloaded
+from ort_accel.recompute.offload import OffloadCandidates, Offloaded
 from ort_accel.recompute.onnx_names import cluster_name
 from ort_accel.recompute.peak_memory import StageMemory, StepMemory
 from ort_accel.recompute.plans import PlanOption, PlanRequest, RecomputeSite
@@ -66,7 +66,7 @@ def plan_rows(
     ]
 
 
-def offload_rows(candidates: Movable, offloaded: Offloaded) -> list[PlanRow]:
+def offload_rows(candidates: OffloadCandidates, offloaded: Offloaded) -> list[PlanRow]:
     """Returns one row of the plan table for each kind of operator whose results can be offloaded."""
     kinds: dict[str, list[SavedValue]] = {}
     for value in candidates.values.values():

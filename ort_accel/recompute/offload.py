@@ -22,7 +22,7 @@ from ort_accel.recompute.joint_graph import (
 )
 from ort_accel.recompute.offload_schedule import PassTiming, SyncPoint, schedule_offload, schedule_prefetch, stall_ms
 from ort_accel.recompute.saved_values import SavedValue, saved_values
-from ort_accel.recompute.split_joint_graph import Pair
+from ort_accel.recompute.split_joint_graph import GraphPair
 
 LEAST_BYTES = 2**20
 """Smaller values are not offloaded."""
@@ -40,7 +40,7 @@ class Offloaded:
     """Milliseconds that a step takes longer, by the cost model."""
 
 
-class Movable:
+class OffloadCandidates:
     """The values of a joint graph that can be offloaded, and the cost of that without recompute."""
 
     def __init__(self, joint: fx.Graph, num_outputs: int) -> None:
@@ -66,7 +66,7 @@ class OffloadSite:
     """One value that a budget may offload."""
 
     value: SavedValue
-    candidates: Movable
+    candidates: OffloadCandidates
 
     @property
     def name(self) -> str:
@@ -88,7 +88,7 @@ class OffloadSite:
         return max(self.candidates.cost_ms([*offloaded, self.name]) - self.candidates.cost_ms(offloaded), 0.0)
 
 
-def insert_offload(pair: Pair, num_outputs: int, names: Collection[str]) -> Offloaded:
+def insert_offload(pair: GraphPair, num_outputs: int, names: Collection[str]) -> Offloaded:
     """Let a pair of graphs, which are changed, offload the values with these storage owners.
 
     If several pieces of a value are saved, each piece is copied by itself. A value whose pieces overlap stays on the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ort_accel.graph.nodes import is_part, is_view
+from ort_accel.graph.nodes import is_getitem, is_view
 from ort_accel.operators.facts import Repeat, facts
 from ort_accel.recompute.joint_graph import is_recomputable, packet, tensor_inputs
 
@@ -24,7 +24,7 @@ def may_recompute(node: fx.Node, advanced: bool) -> bool:
 def onnx_name(node: fx.Node, cluster: set[fx.Node]) -> str:
     """Returns the name of a node in a cluster; empty if ONNX needs no operator for it."""
     kind = packet(node)
-    if is_part(node) or facts(node).onnx_name == "" or _belongs_to_product(node):
+    if is_getitem(node) or facts(node).onnx_name == "" or _belongs_to_product(node):
         return ""
     if kind is aten.gelu:
         tanh = node.kwargs.get("approximate") == "tanh"

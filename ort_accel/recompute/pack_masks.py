@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from ort_accel.graph.memory_layout import is_plain
-from ort_accel.graph.nodes import bytes_made, depends_on_data, half_of, is_size, size_arguments
-from ort_accel.kernels.bit_mask import is_of_bits, own
+from ort_accel.graph.nodes import is_data_dependent, is_size, output_bytes, partition_tag_of, size_arguments
+from ort_accel.kernels.bit_mask import is_bit_mask_op, own
 from ort_accel.recompute.cost import node_ms
 from ort_accel.recompute.joint_graph import backward_nodes, insert_call, is_tensor, output_owners, storage_owner
 from ort_accel.recompute.saved_values import saved_values
@@ -30,12 +30,12 @@ def has_masks(joint: fx.Graph) -> bool:
 def packed_bytes(joint: fx.Graph) -> tuple[int, int]:
     """Returns the bytes of the packed masks of a joint graph, and of the same masks unpacked."""
     nodes = joint.find_nodes(op="call_function", target=own.to_bits.default)
-    return sum(map(bytes_made, nodes)), sum(bytes_made(node.all_input_nodes[0]) for node in nodes)
+    return sum(map(output_bytes, nodes)), sum(output_bytes(node.all_input_nodes[0]) for node in nodes)
 
 
 def packing_ms(graphs: Iterable[fx.GraphModule]) -> float:
     """Returns the milliseconds that masks are packed and unpacked for in a step, by the cost model."""
-    return sum(node_ms(node) for module in graphs for node in module.graph.nodes if is_of_bits(node))
+    return sum(node_ms(node) for module in graphs for node in module.graph.nodes if is_bit_mask_op(node))
 
 
 def pack_masks(joint: fx.Graph, num_outputs: int) -> None:
@@ -70,10 +70,10 @@ def _read_through_views(backward: Collection[fx.Node]) -> set[fx.Node]:
 def _is_mask(node: fx.Node) -> bool:
     value = node.meta["val"]
     is_bool_on_cpu = value.dtype == torch.bool and value.device.type == "cpu"
-    return is_bool_on_cpu and is_plain(value) and not depends_on_data(node)
+    return is_bool_on_cpu and is_plain(value) and not is_data_dependent(node)
 
 
 def _origin(node: fx.Node) -> dict[str, str]:
     """Returns the meta that says which pass and which line of the model a node belongs to."""
     trace = node.meta.get("stack_trace")
-    return half_of(node) | ({"stack_trace": trace} if trace else {})
+    return partition_tag_of(node) | ({"stack_trace": trace} if trace else {})

@@ -19,16 +19,16 @@ from math import inf
 from torch import fx
 from torch.fx.node import Argument
 
-from ort_accel.executor.ort_segment import lie_in_pool
-from ort_accel.executor.reuse_operands import is_own, replaceable
-from ort_accel.executor.torch_segment import lies_in_pool
-from ort_accel.graph.nodes import bytes_made, is_part, is_view, returned, tensors_of, writes
+from ort_accel.executor.ort_segment import ort_results_lie_in_pool
+from ort_accel.executor.reuse_operands import is_reusable, replaceable
+from ort_accel.executor.torch_segment import torch_result_lies_in_pool
+from ort_accel.graph.nodes import is_getitem, is_view, output_bytes, output_nodes_of, returned, writes
 from ort_accel.kernels.bit_mask import own as bits
 from ort_accel.kernels.host_copies import is_on_host, own
 from ort_accel.operators.facts import facts
 from ort_accel.partition.segments import Cut
 from ort_accel.partition.split_at_gradients import Gradients
-from ort_accel.recompute.backward_gradients import gradients_of
+from ort_accel.recompute.backward_gradients import gradient_sources
 from ort_accel.recompute.joint_graph import is_tensor, storage_owner, tensor_inputs
 from ort_accel.recompute.memory_pools import WORKSPACE, Moment, Pools
 from ort_accel.reporting import Runner
@@ -43,7 +43,7 @@ UPDATE_TEMPORARIES = 2
 
 
 @dataclass(frozen=True)
-class Holding:
+class PoolBehaviour:
     """Behaviour of the memory pools during a step."""
 
     shrinks: bool = False
@@ -112,7 +112,7 @@ def predict_step(
     backward: fx.GraphModule,
     num_outputs: int,
     cutter: Cutter,
-    holding: Holding,
+    holding: PoolBehaviour,
 ) -> StepMemory:
     """Predict the memory of a step of these graphs, which are changed.
 
@@ -120,10 +120,10 @@ def predict_step(
     """
     inputs = forward.graph.find_nodes(op="placeholder")
     trained = [node for node, gradient in zip(inputs, returned(backward.graph), strict=False) if gradient is not None]
-    early = gradients_of(forward, backward, num_outputs) if holding.steps_early else ()
+    early = gradient_sources(forward, backward, num_outputs) if holding.steps_early else ()
     pools = Pools(holding.shared)
-    state_bytes = OPTIMIZER_STATES_PER_PARAMETER * sum(map(bytes_made, trained))
-    step = StepMemory(sum(map(bytes_made, inputs)), state_bytes)
+    state_bytes = OPTIMIZER_STATES_PER_PARAMETER * sum(map(output_bytes, trained))
+    step = StepMemory(sum(map(output_bytes, inputs)), state_bytes)
     step.stages += _PassSimulation(forward, {}, set(), holding).stages("forward", pools, cutter(forward, ()))
     if holding.shrinks:
         pools.shrink()
@@ -135,14 +135,14 @@ def predict_step(
     known = {node.name for node in inputs}.union(owners)
     for tangent in backward.graph.find_nodes(op="placeholder"):
         if is_tensor(tangent) and tangent.name not in known:
-            pools.add(tangent.name, bytes_made(tangent), Runner.PYTORCH)
+            pools.add(tangent.name, output_bytes(tangent), Runner.PYTORCH)
     simulation = _PassSimulation(backward, owners, outputs, holding, early)
     step.stages += simulation.stages("backward", pools, cutter(backward, early))
     gradients = (node for node in returned(backward.graph) if isinstance(node, fx.Node))
     step.gradients = frozenset(map(simulation.storage, gradients))
     if holding.shrinks:
         pools.shrink()
-    pools.add(WORKSPACE, UPDATE_TEMPORARIES * max(map(bytes_made, trained), default=0), Runner.PYTORCH)
+    pools.add(WORKSPACE, UPDATE_TEMPORARIES * max(map(output_bytes, trained), default=0), Runner.PYTORCH)
     step.stages.append(_stage("optimizer", pools))
     step.peaks = [pools.joint_peak] if holding.shared else [*pools.peaks.values(), pools.joint_peak]
     step.transient_bytes = pools.joint_peak.bytes
@@ -175,7 +175,7 @@ class _PassSimulation:
         module: fx.GraphModule,
         owners: Mapping[str, str],
         outputs: Collection[str],
-        holding: Holding,
+        holding: PoolBehaviour,
         early: Gradients = (),
     ) -> None:
         """`owners` names the storage owner of each input. The caller keeps `outputs`. Outputs with an early gradient
@@ -197,7 +197,7 @@ class _PassSimulation:
     def stages(self, phase: str, pools: Pools, cuts: list[Cut]) -> Iterator[StageMemory]:
         """Yields the highest moment of each segment, and updates the pools meanwhile."""
         computed = {item.name: cut for cut in cuts for node in cut.nodes for item in _allocated(node)}
-        self._overwritable = {node.name for cut in cuts for node in cut.nodes if is_own(node, cut.runner)}
+        self._overwritable = {node.name for cut in cuts for node in cut.nodes if is_reusable(node, cut.runner)}
         self._last_reader = {name: computed[name] for name in self._freed_early if name in computed}
         self._last_reader |= {
             self.storage(item): cut for cut in cuts for node in cut.nodes for item in tensor_inputs(node)
@@ -230,7 +230,7 @@ class _PassSimulation:
         """Returns the positions of the first and the last operator that computes or reads each value."""
         found: dict[str, tuple[int, int]] = {}
         for position, node in enumerate(node for cut in cuts for node in cut.nodes):
-            values = [] if is_view(node) or is_part(node) else [*_allocated(node), *tensor_inputs(node)]
+            values = [] if is_view(node) or is_getitem(node) else [*_allocated(node), *tensor_inputs(node)]
             found |= {name: (found.get(name, (position,))[0], position) for name in map(self.storage, values)}
         return found
 
@@ -267,7 +267,7 @@ class _PassSimulation:
             pools.replace(operand, node.name)
             return workspace
         for item in _allocated(node):
-            pools.add(item.name, bytes_made(item), Runner.PYTORCH if item.name in in_pytorch else Runner.ORT)
+            pools.add(item.name, output_bytes(item), Runner.PYTORCH if item.name in in_pytorch else Runner.ORT)
         return workspace
 
     def _overwritten(self, node: fx.Node, cut: Cut, dead: Collection[str], pools: Pools) -> str | None:
@@ -277,15 +277,17 @@ class _PassSimulation:
             return next((name for name in names if name in dead and name in self._overwritable), None)
         if not facts(node).ort_reuses_input or not self._is_internal(node.name, cut):
             return None
-        return next((name for name in dead if pools.ort_size(name) == bytes_made(node)), None)
+        return next((name for name in dead if pools.ort_size(name) == output_bytes(node)), None)
 
     def _in_pytorch(self, cut: Cut) -> set[str]:
         """Returns the results of a segment that lie in PyTorch's memory."""
         results = [item for node in cut.nodes for item in _allocated(node)]
         if cut.runner is Runner.PYTORCH:
-            return {item.name for item in results if self._holding.pool_from == inf or not lies_in_pool(item)}
+            return {
+                item.name for item in results if self._holding.pool_from == inf or not torch_result_lies_in_pool(item)
+            }
         outputs = [item for item in results if not self._is_internal(item.name, cut) and not self._is_dead(item.name)]
-        return set() if lie_in_pool(outputs, self._holding.pool_from) else {item.name for item in outputs}
+        return set() if ort_results_lie_in_pool(outputs, self._holding.pool_from) else {item.name for item in outputs}
 
 
 def workspace_bytes(node: fx.Node, runner: Runner) -> tuple[list[int], list[int]]:
@@ -293,7 +295,7 @@ def workspace_bytes(node: fx.Node, runner: Runner) -> tuple[list[int], list[int]
     known = facts(node)
     if runner is Runner.ORT:
         before, beside = known.ort_workspace
-        return [bytes_made(node)] * before, [bytes_made(node)] * beside
+        return [output_bytes(node)] * before, [output_bytes(node)] * beside
     size = known.pytorch_workspace(node) if known.pytorch_workspace else 0
     return [], [size] if size else []
 
@@ -310,5 +312,5 @@ def _stage(phase: str, pools: Pools) -> StageMemory:
 
 def _allocated(node: fx.Node) -> list[fx.Node]:
     """Returns the values that a node computes into storage of their own, on the device."""
-    owns_nothing = is_view(node) or is_part(node) or writes(node) or is_on_host(node)
-    return [] if owns_nothing else tensors_of(node)
+    owns_nothing = is_view(node) or is_getitem(node) or writes(node) or is_on_host(node)
+    return [] if owns_nothing else output_nodes_of(node)

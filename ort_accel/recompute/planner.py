@@ -15,17 +15,17 @@ from ort_accel.config.sections import Memory
 from ort_accel.graph.nodes import fakes_in
 from ort_accel.memory_records import GraphMemory, Peak, PlanKind
 from ort_accel.operators.facts import facts
-from ort_accel.recompute.budget import Candidate, Chosen, FrontierPoint, Predict, frontier, within
+from ort_accel.recompute.budget import Candidate, FrontierPoint, MemoryPlan, Predict, fit_budget, frontier
 from ort_accel.recompute.checkpoint_marks import Marks, take_marks
 from ort_accel.recompute.cost import node_ms
 from ort_accel.recompute.joint_graph import forward_nodes, is_unchanged_input, packet, producer
 from ort_accel.recompute.memory_report import memory_stages, offload_rows, plan_rows, symbol_values
-from ort_accel.recompute.offload import Movable, insert_offload
+from ort_accel.recompute.offload import OffloadCandidates, insert_offload
 from ort_accel.recompute.pack_masks import has_masks, packed_bytes, packing_ms
-from ort_accel.recompute.peak_memory import Cutter, Holding, StepMemory, predict_step
+from ort_accel.recompute.peak_memory import Cutter, PoolBehaviour, StepMemory, predict_step
 from ort_accel.recompute.plans import PlanOption, Probe, RecomputeSite, find_plans, match_plans
 from ort_accel.recompute.saved_values import saved_values, total_bytes
-from ort_accel.recompute.split_joint_graph import Pair, copy_joint_graph, split_joint_graph
+from ort_accel.recompute.split_joint_graph import GraphPair, copy_joint_graph, split_joint_graph
 from ort_accel.recompute.transformer_layers import Layers, find_layers, layer_indices
 from ort_accel.reporting import Report
 
@@ -64,7 +64,7 @@ class _Graph:
         return {node for node, index in indices.items() if 0 < index <= last}
 
 
-class Recompute:
+class MemoryPlanner:
     """Plans recompute and offload for the graphs of one model."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Recompute:
         memory: Memory,
         report: Report,
         cutter: Cutter,
-        holding: Holding,
+        holding: PoolBehaviour,
         predicts: bool = False,
     ) -> None:
         """`predicts` asks for the peak of a step in the report, which takes a while. A budget needs it anyway."""
@@ -83,16 +83,16 @@ class Recompute:
 
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[object], graph: str, *, num_fwd_outputs: int, **options: object
-    ) -> Pair:
+    ) -> GraphPair:
         """Split a joint graph into forward and backward by a plan, which is recorded in the report."""
 
-        def split(module: fx.GraphModule, recomputed: Collection[fx.Node], packs_masks: bool) -> Pair:
+        def split(module: fx.GraphModule, recomputed: Collection[fx.Node], packs_masks: bool) -> GraphPair:
             return split_joint_graph(
                 module, inputs, recomputed, packs_masks, num_fwd_outputs=num_fwd_outputs, **options
             )
 
         @cache
-        def predict(plan: Chosen) -> StepMemory:
+        def predict(plan: MemoryPlan) -> StepMemory:
             copy, copied = copy_joint_graph(joint, plan.recomputed)
             pair = split(copy, copied, plan.packs_masks)
             overhead_ms = insert_offload(pair, num_fwd_outputs, plan.moved).cost_ms + packing_ms(pair)
@@ -100,7 +100,7 @@ class Recompute:
             step.overhead_ms = overhead_ms
             return step
 
-        candidates = Movable(joint.graph, num_fwd_outputs) if self._memory.offload else None
+        candidates = OffloadCandidates(joint.graph, num_fwd_outputs) if self._memory.offload else None
         plan = self._choose(joint.graph, graph, predict, candidates)
         pair = split(joint, plan.recomputed, plan.packs_masks)
         record = self._report.memory[graph]
@@ -110,7 +110,7 @@ class Recompute:
             self._offload(pair, num_fwd_outputs, plan.moved, candidates, record)
         return pair
 
-    def _choose(self, joint: fx.Graph, name: str, predict: Predict, candidates: Movable | None) -> Chosen:
+    def _choose(self, joint: fx.Graph, name: str, predict: Predict, candidates: OffloadCandidates | None) -> MemoryPlan:
         """Choose a plan and record it in the report."""
         marks = take_marks(joint)
         layers = find_layers(forward_nodes(joint))
@@ -122,13 +122,13 @@ class Recompute:
         sites += [site for request in requests for site in request.sites]
         always = marks.recomputed.union(*(site.nodes for site in sites))
         packs_masks = has_masks(joint) and (self._level > 0 or self._memory.decides_itself)
-        plan = Chosen(frozenset(always), packs_masks=packs_masks)
+        plan = MemoryPlan(frozenset(always), packs_masks=packs_masks)
         tried: list[FrontierPoint] = []
         if self._memory.budget is not None:
-            tried = within(self._memory.budget, self._frontiers(graph, sites, always, predict, candidates))
+            tried = fit_budget(self._memory.budget, self._frontiers(graph, sites, always, predict, candidates))
             sites, plan = [*sites, *tried[-1].sites], tried[-1].chosen
         elif self._predicts:
-            compared = [Chosen(), plan] if plan.recomputed or plan.packs_masks else [plan]
+            compared = [MemoryPlan(), plan] if plan.recomputed or plan.packs_masks else [plan]
             tried = [FrontierPoint(each, predict(each)) for each in compared]
         record = self._record(graph, plan, tried)
         record.plans = plan_rows(graph.options, requests, sites)
@@ -140,7 +140,7 @@ class Recompute:
         sites: Collection[RecomputeSite],
         always: Collection[fx.Node],
         predict: Predict,
-        offload: Movable | None,
+        offload: OffloadCandidates | None,
     ) -> list[Iterator[FrontierPoint]]:
         """Returns the frontier of recompute, and the one of recompute and offload if values can be offloaded."""
         every = (site for option in graph.options if option.kind == PlanKind.RECOMPUTE for site in option.sites)
@@ -151,7 +151,12 @@ class Recompute:
         return [frontier(_inner_first(some, inner), always, predict, masks) for some in both]
 
     def _offload(
-        self, pair: Pair, num_outputs: int, names: Collection[str], candidates: Movable, record: GraphMemory
+        self,
+        pair: GraphPair,
+        num_outputs: int,
+        names: Collection[str],
+        candidates: OffloadCandidates,
+        record: GraphMemory,
     ) -> None:
         """Offload these values as far as the split graphs save them, and record it."""
         offloaded = insert_offload(pair, num_outputs, names)
@@ -193,7 +198,7 @@ class Recompute:
             if _is_inner(site, inner)
         ]
 
-    def _record(self, graph: _Graph, plan: Chosen, tried: Sequence[FrontierPoint]) -> GraphMemory:
+    def _record(self, graph: _Graph, plan: MemoryPlan, tried: Sequence[FrontierPoint]) -> GraphMemory:
         layers = len(graph.layers.starts)
         record = GraphMemory(graph.name, str(self._memory.level), layers=layers)
         if tried:

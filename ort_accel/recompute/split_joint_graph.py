@@ -13,7 +13,7 @@ from ort_accel.recompute.insert_recompute import insert_recompute
 from ort_accel.recompute.joint_graph import is_unchanged_input
 from ort_accel.recompute.pack_masks import pack_masks
 
-Pair = tuple[fx.GraphModule, fx.GraphModule]
+GraphPair = tuple[fx.GraphModule, fx.GraphModule]
 """A forward graph and its backward graph."""
 
 
@@ -25,7 +25,7 @@ def split_joint_graph(
     *,
     num_fwd_outputs: int,
     **options: object,
-) -> Pair:
+) -> GraphPair:
     """Split a joint graph, which is changed. Views and the given operators are recomputed rather than saved."""
     for node in joint.graph.find_nodes(op="placeholder"):
         if is_unchanged_input(node):

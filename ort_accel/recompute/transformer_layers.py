@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ort_accel.graph.nodes import is_part, is_view
+from ort_accel.graph.nodes import is_getitem, is_view
 from ort_accel.kernels.packed_rows import own
 from ort_accel.recompute.joint_graph import is_tensor, packet, producer, storage_owner
 
@@ -74,7 +74,7 @@ def find_layers(forward: Sequence[fx.Node]) -> Layers:
 def _norm(node: fx.Node) -> _Norm | None:
     """Returns the norm that this node completes: a fused operator, or the last product of an RMS norm."""
     if packet(node) in FUSED_NORMS:
-        output = next((user for user in node.users if is_part(user) and user.args[1] == 0), node)
+        output = next((user for user in node.users if is_getitem(user) and user.args[1] == 0), node)
         return _Norm(_before_cast(node.args[0]), output)
     if packet(node) is not aten.mul or not any(_is_reciprocal_rms(item) for item in node.all_input_nodes):
         return None
@@ -140,4 +140,4 @@ def layer_indices(forward: Sequence[fx.Node], layers: Layers) -> dict[fx.Node, i
         now = starts.get(node, now)
         if node is layers.end:
             now = len(layers.starts) + 1
-    return {node: found[producer(node)] if is_part(node) else index for node, index in found.items()}
+    return {node: found[producer(node)] if is_getitem(node) else index for node, index in found.items()}

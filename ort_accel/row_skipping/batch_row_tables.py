@@ -17,15 +17,15 @@ from ort_accel.kernels.attention_packed import CAUSAL, FULL, MASKED
 from ort_accel.row_skipping.attention_match import Attention
 from ort_accel.row_skipping.input_graph import InputGraphWriter
 from ort_accel.row_skipping.row_flow import value_of
-from ort_accel.row_skipping.row_plan import Plan, RowSet
+from ort_accel.row_skipping.row_plan import RowPlan, RowSet
 from ort_accel.row_skipping.row_sets import (
     Atom,
     AttendedKeys,
     Broadcast,
-    Extent,
     FixedPosition,
     FromSlice,
     IndexedPosition,
+    SizeExpression,
     Unmasked,
     ValidLabel,
     innermost,
@@ -41,7 +41,7 @@ Link = tuple[Attention, RowSet, RowSet]
 
 
 @dataclass
-class Batch:
+class BatchTables:
     """The tables of one batch."""
 
     gather_indices: list[Tensor]
@@ -67,7 +67,7 @@ class Batch:
 class RowTableBuilder:
     """Builds the tables of a plan from the inputs of each batch."""
 
-    def __init__(self, plan: Plan, module: fx.GraphModule) -> None:
+    def __init__(self, plan: RowPlan, module: fx.GraphModule) -> None:
         self.plan = plan
         self._symbols = SymbolSource()
         for position, node in enumerate(module.graph.find_nodes(op="placeholder")):
@@ -91,12 +91,12 @@ class RowTableBuilder:
         return all(self._writer.is_known(node) for node in self._read)
 
     @torch.no_grad()
-    def __call__(self, inputs: Sequence[Any], with_tables: bool = True) -> Batch:
+    def __call__(self, inputs: Sequence[Any], with_tables: bool = True) -> BatchTables:
         """Builds the tables on the device of the inputs; without tables, counts rows only."""
         with _device_of(inputs):
             return self._build(inputs, with_tables)
 
-    def _build(self, inputs: Sequence[Any], with_tables: bool) -> Batch:
+    def _build(self, inputs: Sequence[Any], with_tables: bool) -> BatchTables:
         symbols: dict[str, int] = {}
         self._symbols.read(list(inputs), symbols)
         found = self._module(*inputs)
@@ -110,15 +110,15 @@ class RowTableBuilder:
         densities = [(int(item.sum()), item.numel()) for item in flags]
         fits = analysis.fits and all(count >= MIN_ROWS for count, _ in densities)
         if not (fits and with_tables):
-            return Batch([], [], [], densities if fits else [], fits)
+            return BatchTables([], [], [], densities if fits else [], fits)
         gather = [item.nonzero().squeeze(1) for item in flags]
         inverse = [torch.full_like(item, -1, dtype=torch.long) for item in flags]
         for numbers, positions in zip(inverse, gather, strict=True):
             numbers[positions] = torch.arange(len(positions))
         spans = [analysis.spans(*run, gather) for run in self.runs]
         if not analysis.fits:  # a causal attention without a mask whose queries are not its keys
-            return Batch([], [], [], [], False)
-        return Batch(gather, inverse, spans, densities, True)
+            return BatchTables([], [], [], [], False)
+        return BatchTables(gather, inverse, spans, densities, True)
 
     def example(self, inputs: Sequence[Any]) -> list[Tensor]:
         """Returns tables of the right form, with every row in every set; none where there are too few rows."""
@@ -145,7 +145,7 @@ class RowTableBuilder:
             _link_key(attention, self.plan.set_of[attention.node], keys)
         )
 
-    def size(self, size: Extent, symbols: dict[str, int]) -> int:
+    def size(self, size: SizeExpression, symbols: dict[str, int]) -> int:
         """Returns the value of a size."""
         if isinstance(size, int):
             return size
@@ -191,7 +191,7 @@ class _BatchAnalysis:
         self.adds_rows = False
         """True if labels and positions add rows up to `MIN_ROWS`, with all keys that these attend to."""
 
-    def _size(self, size: Extent) -> int:
+    def _size(self, size: SizeExpression) -> int:
         return self._builder.size(size, self._symbols)
 
     def row_flags(self) -> list[Tensor]:

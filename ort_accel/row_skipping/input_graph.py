@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from ort_accel.graph.nodes import is_part, is_random, is_view, op_name, writes
+from ort_accel.graph.nodes import is_getitem, is_random, is_view, op_name, writes
 from ort_accel.graph.requires_grad import has_gradient
 from ort_accel.row_skipping.attention_match import Attention, ScoreMask
 from ort_accel.row_skipping.row_flow import shape_of, tensor_input, value_of
@@ -34,7 +34,7 @@ def _is_input_only(node: fx.Node, found: set[fx.Node]) -> bool:
     if node.op != "call_function" or any(item not in found or has_gradient(item) for item in node.all_input_nodes):
         return False
     name = op_name(node)
-    plain = is_part(node) or not writes(node) or isinstance(node.target, torch._ops.OpOverload)
+    plain = is_getitem(node) or not writes(node) or isinstance(node.target, torch._ops.OpOverload)
     is_python = getattr(node.target, "__module__", "") in {"_operator", "math"}
     return (plain or is_python) and not is_random(node) and not any(part in name for part in EXPENSIVE)
 

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from ort_accel.graph.nodes import order_of
+from ort_accel.graph.nodes import permutation_of
 from ort_accel.graph.symbolic_sizes import Size, expression, known_equal
 from ort_accel.row_skipping.row_flow import (
     Dims,
@@ -147,7 +147,7 @@ def split(node: fx.Node, dims: Dims) -> Propagation | None:
 
 @RULES.register(aten.transpose, aten.permute, aten.t)
 def permutation(node: fx.Node, dims: Dims) -> Propagation | None:
-    order = order_of(node)
+    order = permutation_of(node)
     inner = tuple(order[dim] for dim in dims)
     if inner != tuple(sorted(inner)):
         return None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
-from ort_accel.graph.nodes import is_part, is_random, op_name
+from ort_accel.graph.nodes import is_getitem, is_random, op_name
 from ort_accel.graph.requires_grad import has_gradient, is_cut_off
 from ort_accel.graph.symbolic_sizes import Size, known_equal
 from ort_accel.kernels.packed_rows import own
@@ -81,7 +81,7 @@ def _find_sort(inverse: fx.Node) -> _ExpertSort | None:
     if inverse.target not in INDEX_PUTS or len(inverse.args) != 3 or inverse.kwargs:
         return None
     positions, count = cast("tuple[list[fx.Node], fx.Node]", inverse.args[1:])
-    if len(positions) != 1 or not is_part(positions[0]) or positions[0].args[1] != 1:
+    if len(positions) != 1 or not is_getitem(positions[0]) or positions[0].args[1] != 1:
         return None
     sort = tensor_input(positions[0])
     if count.target is not aten.arange.default or sort.target is not aten.sort.default:
@@ -90,7 +90,7 @@ def _find_sort(inverse: fx.Node) -> _ExpertSort | None:
     if len(sort.args) > 1 or sort.kwargs or flat.target not in RESHAPES or rank_of(flat) != 1:
         return None
     routing = tensor_input(flat)
-    expert_ids = next((user for user in sort.users if is_part(user) and user.args[1] == 0), None)
+    expert_ids = next((user for user in sort.users if is_getitem(user) and user.args[1] == 0), None)
     if rank_of(routing) != 2 or expert_ids is None:
         return None
     return _ExpertSort(sort, routing, expert_ids, positions[0])
@@ -166,7 +166,7 @@ class _MoeMatcher:
         """Matches a node that works pair by pair."""
         if op_name(node) in GROUPED_PRODUCTS:
             return self._match_grouped_product(node)
-        if is_part(node):
+        if is_getitem(node):
             whole, index = tensor_input(node), node.args[1]
             return (lambda pairs: pairs.values[whole][index]) if self.trace(whole) else None
         step = self.rule(node, (0,))

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ort_accel.graph.nodes import is_part, is_random, is_view
+from ort_accel.graph.nodes import is_getitem, is_random, is_view
 from ort_accel.row_skipping.row_flow import tensor_input
 
 aten = torch.ops.aten
@@ -34,9 +34,9 @@ def mutated_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 def _owner(node: fx.Node, owner: dict[fx.Node, fx.Node]) -> fx.Node:
     """Returns the node that allocated the memory of a node's value."""
-    if is_part(node) and _allocates_outputs(tensor_input(node)):
+    if is_getitem(node) and _allocates_outputs(tensor_input(node)):
         return node
-    is_alias = is_view(node) or is_part(node) or is_in_place(node) or _returns_input(node)
+    is_alias = is_view(node) or is_getitem(node) or is_in_place(node) or _returns_input(node)
     return owner[node.all_input_nodes[0]] if node.op == "call_function" and is_alias and node.all_input_nodes else node
 
 

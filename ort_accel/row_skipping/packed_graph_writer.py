@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.node import Argument
 from torch.utils._sympy.printers import PythonPrinter
 
-from ort_accel.graph.nodes import is_part, is_random, of_no_line
+from ort_accel.graph.nodes import is_getitem, is_random, without_source_line
 from ort_accel.graph.symbolic_sizes import Size, expression
 from ort_accel.kernels.dropout_mask import kept
 from ort_accel.kernels.packed_rows import own
@@ -31,7 +31,7 @@ from ort_accel.row_skipping.row_flow import (
     value_of,
 )
 from ort_accel.row_skipping.row_plan import RowSet
-from ort_accel.row_skipping.row_sets import Extent
+from ort_accel.row_skipping.row_sets import SizeExpression
 
 aten = torch.ops.aten
 
@@ -59,7 +59,7 @@ class PackedGraphWriter(fx.Interpreter):
         self._demands = tables.plan.demands
         self._packed: dict[tuple[fx.Node, Dims, int, bool], Tensor] = {}
         self._subsets: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._coordinates: dict[tuple[int, int, tuple[Extent, ...]], Tensor] = {}
+        self._coordinates: dict[tuple[int, int, tuple[SizeExpression, ...]], Tensor] = {}
         self._tables: Sequence[Tensor] = ()
         self._symbols: dict[str, Size] = {}
 
@@ -99,7 +99,7 @@ class PackedGraphWriter(fx.Interpreter):
 
     def _packed_call(self, node: fx.Node) -> PackedRows:
         dims, rows = self._dims_of(node), self._plan.set_of[node]
-        if is_part(node):
+        if is_getitem(node):
             return PackedRows(self._part(node, dims, rows), dims, rows)
         if attention := self._demands.attentions.get(node):
             return PackedRows(self._attend(attention, rows), dims, rows)
@@ -128,7 +128,7 @@ class PackedGraphWriter(fx.Interpreter):
         value = self.env[node]
         return self._unpack(node, value) if isinstance(value, PackedRows) else value
 
-    @of_no_line()
+    @without_source_line()
     def _unpack(self, node: fx.Node, value: PackedRows) -> Tensor:
         """Scatters packed rows into a dense tensor, with zeros in all other rows."""
         shape = value_of(node).shape
@@ -150,11 +150,11 @@ class PackedGraphWriter(fx.Interpreter):
         """Returns other rows of a packed value; unpacks it if these lie along other dimensions."""
         return self._subset(value, rows) if value.dims == dims else self._pack(self._unpack(node, value), dims, rows)
 
-    @of_no_line()
+    @without_source_line()
     def _pack(self, dense: Tensor, dims: Dims, rows: RowSet) -> Tensor:
         return self._gather(_rows_first(dense, dims), rows)
 
-    @of_no_line()
+    @without_source_line()
     def _gather(self, tensor: Tensor, rows: RowSet) -> Tensor:
         return cast("Tensor", own.rows_of(tensor, self.gather_indices(rows), self.inverse_indices(rows)))
 
@@ -162,7 +162,7 @@ class PackedGraphWriter(fx.Interpreter):
         tables = self.gather_indices(rows), self.inverse_indices(rows)
         return cast("Tensor", own.rows_into(tensor, *tables, self.size(rows.count)))
 
-    @of_no_line()
+    @without_source_line()
     def _subset(self, value: PackedRows, rows: RowSet) -> Tensor:
         """Returns the rows of a smaller set from packed rows of a larger one."""
         if value.rows == rows:
@@ -182,7 +182,7 @@ class PackedGraphWriter(fx.Interpreter):
         """Returns the number in a set of every position, or -1."""
         return self._tables[len(self._plan.sets) + rows.number]
 
-    @of_no_line()
+    @without_source_line()
     def coordinates(self, node: fx.Node, axis: int, rows: RowSet) -> Tensor:
         """Returns the position of each row of a set along one axis."""
         shape = tuple(expression(value_of(node).shape[dim]) for dim in self._dims_of(node))
@@ -211,7 +211,7 @@ class PackedGraphWriter(fx.Interpreter):
         value = self.env.get(tensor_input(node))
         return isinstance(value, PackedRows) and value.dims == (0, 1)
 
-    @of_no_line()
+    @without_source_line()
     def _select_tokens(self, node: fx.Node) -> Tensor:
         """Returns one token of each sequence, from packed tokens."""
         operand = tensor_input(node)
@@ -228,7 +228,7 @@ class PackedGraphWriter(fx.Interpreter):
         wanted = torch.arange(batch, device=inverse.device) * length + index
         return _take(value.tensor, inverse.index_select(0, wanted), batch)
 
-    @of_no_line()
+    @without_source_line()
     def _slice_rows(self, node: fx.Node, dims: Dims, rows: RowSet) -> Tensor:
         """Returns rows of a slice, taken from the sliced tensor."""
         operand = tensor_input(node)
@@ -314,7 +314,7 @@ class PackedGraphWriter(fx.Interpreter):
                     if isinstance(expression(size), sympy.Symbol):
                         self._symbols.setdefault(str(expression(size)), value.shape[dim])
 
-    def size(self, size: Extent) -> Any:
+    def size(self, size: SizeExpression) -> Any:
         """Returns a size as the smaller graph computes it."""
         if isinstance(size, int):
             return size
@@ -350,6 +350,6 @@ class _NodeInputs:
     def dense(self, value: Argument) -> Any:
         return fx.map_arg(value, self.writer._dense)
 
-    @of_no_line()
+    @without_source_line()
     def gather_along(self, value: Tensor, dim: int, axis: int) -> Tensor:
         return value.movedim(dim, 0).index_select(0, self.writer.coordinates(self.node, axis, self.rows))

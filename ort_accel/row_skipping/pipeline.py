@@ -13,12 +13,12 @@ from torch.fx.node import Argument
 from ort_accel.graph.nodes import is_random, returned
 from ort_accel.graph.requires_grad import has_gradient, mark_gradients
 from ort_accel.operators.flops import flops
-from ort_accel.row_skipping.batch_row_tables import Batch, RowTableBuilder
+from ort_accel.row_skipping.batch_row_tables import BatchTables, RowTableBuilder
 from ort_accel.row_skipping.input_graph import is_view_of_input
 from ort_accel.row_skipping.mutation import functionalize
 from ort_accel.row_skipping.packed_graph_writer import PackedGraphWriter
-from ort_accel.row_skipping.row_demand import Demands, Wishes, analyse_rows, mutates_inputs
-from ort_accel.row_skipping.row_plan import Plan, RowSet, make_plan
+from ort_accel.row_skipping.row_demand import RowAnalysis, SkippableRows, analyse_rows, mutates_inputs
+from ort_accel.row_skipping.row_plan import RowPlan, RowSet, make_plan
 from ort_accel.row_skipping.row_sets import AllRows, Unmasked, ValidLabel, has_attended_keys, innermost
 
 
@@ -40,7 +40,7 @@ class Proposal:
     """Floating point operations of each row set, by its number."""
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> RowPlan:
         """The values that are computed for each set of rows."""
         return self.front.plan
 
@@ -49,7 +49,7 @@ class Proposal:
         """The reason why rows are computed: the operator that reads them."""
         return _why_all_rows(self.traced.graph, self.plan.demands)
 
-    def needed(self, batch: Batch) -> float:
+    def needed(self, batch: BatchTables) -> float:
         """Returns the floating point operations that a batch needs."""
         if not batch.fits:
             return self.work
@@ -77,7 +77,7 @@ def unread_outputs(traced: fx.GraphModule, inputs: Sequence[Any], beside_sums: b
     return _per_token(traced.graph, beside_sums)
 
 
-def propose(traced: fx.GraphModule, inputs: Sequence[Any], wishes: Wishes, unread: frozenset[int]) -> Proposal:
+def propose(traced: fx.GraphModule, inputs: Sequence[Any], wishes: SkippableRows, unread: frozenset[int]) -> Proposal:
     """Returns a smaller graph without the unread outputs; raises `NothingToSkip` where there is none."""
     if mutates_inputs(traced.graph):
         raise NothingToSkip("the graph changes one of its inputs in place")
@@ -94,7 +94,7 @@ def propose(traced: fx.GraphModule, inputs: Sequence[Any], wishes: Wishes, unrea
     return Proposal(traced, front, unread, sum(map(flops, traced.graph.nodes)), work_of)
 
 
-def _work(plan: Plan) -> dict[int, float]:
+def _work(plan: RowPlan) -> dict[int, float]:
     work: dict[int, float] = defaultdict(float)
     for node, rows in plan.set_of.items():
         attention = plan.demands.attentions.get(node)
@@ -133,7 +133,7 @@ def _rank(item: Argument) -> int:
     return value.ndim if isinstance(value, Tensor) and value.is_floating_point() else -1
 
 
-def _why_all_rows(graph: fx.Graph, demands: Demands) -> str:
+def _why_all_rows(graph: fx.Graph, demands: RowAnalysis) -> str:
     """Returns the reader of all rows that causes most of the work."""
     work: dict[str, float] = defaultdict(float)
     for node in graph.nodes:
@@ -145,7 +145,7 @@ def _why_all_rows(graph: fx.Graph, demands: Demands) -> str:
     return f"every row is read, by {max(work, key=work.__getitem__)}"
 
 
-def kinds_of(plan: Plan) -> dict[str, list[RowSet]]:
+def row_sets_by_feature(plan: RowPlan) -> dict[str, list[RowSet]]:
     """Returns the row sets by the feature that makes them small."""
     kinds: dict[str, list[RowSet]] = {"density.labels": [], "density.padding": [], "compute.upstream": []}
     for rows in plan.sets:

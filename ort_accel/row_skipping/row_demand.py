@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from ort_accel.graph.nodes import CHECKS, is_part, is_view, op_name, returned, user_line, writes
+from ort_accel.graph.nodes import CHECKS, is_getitem, is_view, op_name, returned, user_line, writes
 from ort_accel.graph.requires_grad import has_gradient
 from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.row_skipping.attention_match import Attention, match_fused_attention
@@ -18,7 +18,7 @@ from ort_accel.row_skipping.moe import match_moe
 from ort_accel.row_skipping.mutation import mutated_nodes
 from ort_accel.row_skipping.operator_rules import propagate
 from ort_accel.row_skipping.row_flow import Propagation, tensor_input, value_of
-from ort_accel.row_skipping.row_sets import AllRows, Extent, ReadRows, SomeRows, has_attended_keys, union
+from ort_accel.row_skipping.row_sets import AllRows, ReadRows, SizeExpression, SomeRows, has_attended_keys, union
 from ort_accel.row_skipping.selections import match_selection, match_slice
 from ort_accel.row_skipping.unfused_attention import match_unfused_attention
 
@@ -27,7 +27,7 @@ RESULT = "the model's result"
 
 
 @dataclass(frozen=True)
-class Wishes:
+class SkippableRows:
     """The features that may leave rows out."""
 
     labels: bool = True
@@ -36,7 +36,7 @@ class Wishes:
 
 
 @dataclass
-class Demands:
+class RowAnalysis:
     """The rows that are read of each value; a node that is not in `of` is not read at all."""
 
     of: dict[fx.Node, ReadRows] = field(default_factory=dict)
@@ -51,22 +51,22 @@ class Demands:
         return found if isinstance(found, SomeRows) else None
 
 
-def analyse_rows(graph: fx.Graph, unread: frozenset[int], wishes: Wishes) -> Demands:
+def analyse_rows(graph: fx.Graph, unread: frozenset[int], wishes: SkippableRows) -> RowAnalysis:
     """Returns which rows of each value are read, where the outputs at the positions `unread` are not."""
     return _Analysis(graph, unread, wishes).run()
 
 
 class _Analysis:
-    def __init__(self, graph: fx.Graph, unread: frozenset[int], wishes: Wishes) -> None:
+    def __init__(self, graph: fx.Graph, unread: frozenset[int], wishes: SkippableRows) -> None:
         self._graph, self._unread, self._wishes = graph, unread, wishes
-        self._found = Demands()
+        self._found = RowAnalysis()
         self._reads: dict[fx.Node, list[ReadRows]] = defaultdict(list)
         self._mutated = mutated_nodes(graph)
         self._input_only = {node for node in input_only_nodes(graph) if not has_gradient(node)}
         self._covered_reads: set[tuple[fx.Node, fx.Node]] = set()
         """Pairs of reader and value inside an attention, whose reads the attention has recorded."""
 
-    def run(self) -> Demands:
+    def run(self) -> RowAnalysis:
         for position, item in enumerate(returned(self._graph)):
             if isinstance(item, fx.Node) and position not in self._unread:
                 self._reads[item].append(AllRows(RESULT))
@@ -91,7 +91,7 @@ class _Analysis:
             self._visit_all_rows(node, rows)
 
     def _visit_some_rows(self, node: fx.Node, rows: SomeRows) -> None:
-        if is_part(node):
+        if is_getitem(node):
             self._reads[tensor_input(node)].append(rows)
             return
         attention = match_fused_attention(node) or match_unfused_attention(node)
@@ -155,7 +155,7 @@ def _reduces_tokens(node: fx.Node, operand: fx.Node) -> bool:
     return len(after) < 3 <= len(before) and before[:2] != after[:2] and not is_view(node)
 
 
-def _shape(node: fx.Node) -> tuple[Extent, ...]:
+def _shape(node: fx.Node) -> tuple[SizeExpression, ...]:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) and not (isinstance(value, tuple | list) and value):
         return ()
@@ -166,7 +166,7 @@ def has_side_effects(node: fx.Node) -> bool:
     """True if a node has an effect beyond its result, other than drawing random numbers."""
     if node.target in CHECKS:
         return True
-    return not is_part(node) and writes(node) and getattr(node.target, "__module__", "") not in {"_operator", "math"}
+    return not is_getitem(node) and writes(node) and getattr(node.target, "__module__", "") not in {"_operator", "math"}
 
 
 def mutates_inputs(graph: fx.Graph) -> bool:

@@ -11,9 +11,9 @@ from torch import fx
 
 from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.row_skipping.attention_match import Attention
-from ort_accel.row_skipping.row_demand import Demands
+from ort_accel.row_skipping.row_demand import RowAnalysis
 from ort_accel.row_skipping.row_flow import value_of
-from ort_accel.row_skipping.row_sets import Atom, AttendedKeys, Extent, has_attended_keys
+from ort_accel.row_skipping.row_sets import Atom, AttendedKeys, SizeExpression, has_attended_keys
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class RowSet:
     atoms: frozenset[Atom]
     is_attended: bool
     """True if the set holds all keys that attention reaches from it, over all layers."""
-    count: Extent
+    count: SizeExpression
     """The number of rows in the unpacked value."""
 
 
 @dataclass
-class Plan:
+class RowPlan:
     """Tells which values are computed for which set of rows."""
 
-    demands: Demands
+    demands: RowAnalysis
     sets: list[RowSet] = field(default_factory=list)
     set_of: dict[fx.Node, RowSet] = field(default_factory=dict)
     runs: list[tuple[Attention, RowSet, RowSet]] = field(default_factory=list)
@@ -48,12 +48,12 @@ class Plan:
         return next((item for item in self.attended_sets if AttendedKeys(attention.node) in item.atoms), None)
 
 
-def make_plan(demands: Demands) -> Plan:
+def make_plan(demands: RowAnalysis) -> RowPlan:
     """Returns a plan in which all rows that attention reaches, over all layers, are one set."""
-    plan = Plan(demands)
+    plan = RowPlan(demands)
     by_node = {node: rows for node in demands.of if (rows := demands.rows(node))}
     groups = _Groups(rows.atoms for rows in by_node.values() if has_attended_keys(rows.atoms))
-    known: dict[tuple[frozenset[Atom], bool, Extent], RowSet] = {}
+    known: dict[tuple[frozenset[Atom], bool, SizeExpression], RowSet] = {}
     for node, rows in by_node.items():
         is_attended = has_attended_keys(rows.atoms)
         atoms = groups.group_of(rows.atoms) if is_attended else rows.atoms

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import sympy
 from torch import fx
 
-Extent: TypeAlias = int | sympy.Expr
+SizeExpression: TypeAlias = int | sympy.Expr
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FixedPosition:
     """One position of a dimension."""
 
     index: int
-    size: Extent
+    size: SizeExpression
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class IndexedPosition:
     """One position of each sequence, given by an index tensor."""
 
     index: fx.Node
-    batch: Extent
-    length: Extent
+    batch: SizeExpression
+    length: SizeExpression
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class FromSlice:
 
     inner: Atom
     axis: int
-    start: Extent
-    slice_sizes: tuple[Extent, ...]
-    full_sizes: tuple[Extent, ...]
+    start: SizeExpression
+    slice_sizes: tuple[SizeExpression, ...]
+    full_sizes: tuple[SizeExpression, ...]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Broadcast:
 
     inner: Atom
     axes: tuple[int, ...]
-    sizes: tuple[Extent, ...]
+    sizes: tuple[SizeExpression, ...]
 
 
 Atom = ValidLabel | FixedPosition | IndexedPosition | Unmasked | AttendedKeys | FromSlice | Broadcast
@@ -108,7 +108,7 @@ def innermost(atom: Atom) -> Atom:
     return innermost(atom.inner) if isinstance(atom, FromSlice | Broadcast) else atom
 
 
-def broadcast(rows: SomeRows, dims: tuple[int, ...], sizes: tuple[Extent, ...]) -> ReadRows:
+def broadcast(rows: SomeRows, dims: tuple[int, ...], sizes: tuple[SizeExpression, ...]) -> ReadRows:
     """Returns the same rows along more dimensions of the value, which have these sizes."""
     if rows.dims == dims:
         return rows
@@ -119,7 +119,11 @@ def broadcast(rows: SomeRows, dims: tuple[int, ...], sizes: tuple[Extent, ...]) 
 
 
 def unslice(
-    rows: SomeRows, axis: int, start: Extent, slice_sizes: tuple[Extent, ...], full_sizes: tuple[Extent, ...]
+    rows: SomeRows,
+    axis: int,
+    start: SizeExpression,
+    slice_sizes: tuple[SizeExpression, ...],
+    full_sizes: tuple[SizeExpression, ...],
 ) -> ReadRows:
     """Returns rows of a slice as rows of the sliced tensor."""
     if has_attended_keys(rows.atoms):
@@ -127,12 +131,12 @@ def unslice(
     return SomeRows(rows.dims, frozenset(FromSlice(atom, axis, start, slice_sizes, full_sizes) for atom in rows.atoms))
 
 
-def union(reads: Iterable[ReadRows], shape: tuple[Extent, ...]) -> ReadRows:
+def union(reads: Iterable[ReadRows], shape: tuple[SizeExpression, ...]) -> ReadRows:
     """Returns the rows that several readers of a value read together."""
     return reduce(lambda one, other: _union_of_two(one, other, shape), reads)
 
 
-def _union_of_two(one: ReadRows, other: ReadRows, shape: tuple[Extent, ...]) -> ReadRows:
+def _union_of_two(one: ReadRows, other: ReadRows, shape: tuple[SizeExpression, ...]) -> ReadRows:
     if isinstance(one, AllRows):
         return one
     if isinstance(other, AllRows):

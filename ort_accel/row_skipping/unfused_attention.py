@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from ort_accel.graph.nodes import is_part, order_of
+from ort_accel.graph.nodes import is_getitem, permutation_of
 from ort_accel.graph.symbolic_sizes import known_equal, same_shape
 from ort_accel.row_skipping.attention_match import Attention, Operand, ScoreMask
 from ort_accel.row_skipping.input_graph import is_view_of_input
@@ -159,7 +159,7 @@ def _softmax_with_sink(softmax: fx.Node, without_sink: fx.Node) -> _Softmax | No
         whole, largest = tensor_input(joined), joined.args[1]
         if not isinstance(largest, fx.Node):
             return None
-        peak = tensor_input(largest) if is_part(largest) and largest.args[1] == 0 else largest
+        peak = tensor_input(largest) if is_getitem(largest) and largest.args[1] == 0 else largest
         if peak.target not in LARGEST or peak.args[0] is not whole or joined.kwargs:
             return None
         if peak.args[1] not in (-1, [-1], rank_of(whole) - 1, [rank_of(whole) - 1]):
@@ -228,7 +228,7 @@ def _sources(node: fx.Node, axes: _Axes) -> list[tuple[Argument, _Axes]]:
         along = cast("int", args[1]) % rank
         return [(args[0], _Axes(*(None if dim == along else dim for dim in axes)))] if along >= rank - 2 else []
     if name in {"transpose", "permute", "t"}:
-        order = order_of(node)
+        order = permutation_of(node)
         return [(args[0], _Axes(*(None if dim is None else order[dim] for dim in axes)))]
     if name in RESHAPES:
         before = _dims_before_view(node, tuple(dim for dim in axes if dim is not None))

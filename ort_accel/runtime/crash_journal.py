@@ -30,7 +30,7 @@ MAX_CRASHES = 2
 """The number of crashes in a model after which PyTorch runs it."""
 
 
-class EndedBefore(OrtAccelError):
+class CrashedBefore(OrtAccelError):
     """Raised instead of giving ONNX Runtime a model in which earlier runs crashed."""
 
 
@@ -51,14 +51,14 @@ class CrashJournal:
             )
 
     def attempt(self, model: bytes, name: str) -> Attempt:
-        """Begin an attempt at a model, which messages call `name`. Raises `EndedBefore` after too many crashes."""
+        """Begin an attempt at a model, which messages call `name`. Raises `CrashedBefore` after too many crashes."""
         key = self._keys.of(model)
         earlier = self._markers_of_crashes(key)
         crashes = max((marker.number for marker in earlier), default=0)
         ended = f"{crashes} {'run' if crashes == 1 else 'runs'} ended while ONNX Runtime created or ran it"
         if crashes >= MAX_CRASHES:
             self._warn(f"{name}: PyTorch runs it, since {ended}; delete {self.folder} to have it tried again")
-            raise EndedBefore(ended)
+            raise CrashedBefore(ended)
         if crashes:
             self._warn(f"{name}: {ended}; it is tried once more")
         return Attempt(self, key, crashes + 1, tuple(earlier))

@@ -17,7 +17,7 @@ Provider = str | tuple[str, dict[str, str]]
 
 
 @dataclass(frozen=True)
-class Place:
+class ExecutionDevice:
     """One device. Its text is part of a cached model's name, so it holds nothing that differs between processes."""
 
     kind: str = "cpu"
@@ -74,4 +74,4 @@ class Place:
         return f"CUDA device {self.index}" if self.is_cuda else "CPU"
 
 
-CPU = Place()
+CPU = ExecutionDevice()

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from ort_accel.memory.heap_tensors import packed
+from ort_accel.memory.heap_tensors import contiguous_in_heap
 from ort_accel.runtime.import_ort import native as ort
 
 OrtValue: TypeAlias = ort.OrtValue
@@ -17,7 +17,9 @@ OrtValues: TypeAlias = ort.OrtValueVector
 
 def to_ort(tensor: torch.Tensor) -> OrtValue:
     """Returns the tensor's memory as an OrtValue that keeps it alive. A tensor that is not contiguous is copied."""
-    plain = packed(tensor.detach()) if tensor.numel() else tensor.new_empty(tensor.shape)  # with plain strides
+    plain = (
+        contiguous_in_heap(tensor.detach()) if tensor.numel() else tensor.new_empty(tensor.shape)
+    )  # with plain strides
     is_bool = plain.dtype == torch.bool
     return ort.OrtValue.from_dlpack(to_dlpack(plain.view(torch.uint8) if is_bool else plain), is_bool)
 
@@ -35,7 +37,7 @@ def to_torch(values: OrtValues, count: int) -> list[torch.Tensor]:
     return tensors
 
 
-class Bound:
+class CachedOrtValue:
     """The cached OrtValue of a tensor that rarely moves, such as a parameter."""
 
     __slots__ = ("_location", "_value")

@@ -58,7 +58,7 @@ class _HookOnce:
             self.hook(parameter)
 
 
-class Leaves:
+class GradientRelease:
     """Releases the gradients of one model's parameters."""
 
     def __init__(self, report: Report) -> None:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 TorchFunction = Callable[..., Any]
 
 
-class UnreadTensor(Tensor):
+class LazyTensor(Tensor):
     """An output that is not computed yet. It knows its size, type and device, and computes its values at first use.
 
     Metadata, `detach` and casts to float types compute nothing, since libraries apply these to outputs that nobody
@@ -25,7 +25,7 @@ class UnreadTensor(Tensor):
     _compute: Callable[[], Tensor] | None
     _value: Tensor | None
     _has_gradient: bool
-    _casts: list[ref[UnreadTensor]]
+    _casts: list[ref[LazyTensor]]
     """Lazy casts of it, which are computed with it, since it may be written to afterwards."""
 
     @staticmethod
@@ -37,12 +37,12 @@ class UnreadTensor(Tensor):
         compute: Callable[[], Tensor],
         *,
         requires_grad: bool = False,
-    ) -> UnreadTensor:
+    ) -> LazyTensor:
         """Returns a lazy tensor. `compute` is called at most once, and dropped then.
 
         Its result has this size, type and device, and a gradient if `requires_grad` is true.
         """
-        lazy: UnreadTensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device, requires_grad=False)
+        lazy: LazyTensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device, requires_grad=False)
         lazy._compute, lazy._value, lazy._has_gradient = compute, None, requires_grad
         lazy._casts = []
         return lazy
@@ -69,7 +69,7 @@ class UnreadTensor(Tensor):
         if func in _CASTS and len(args) == 1 and not kwargs and args[0]._value is None:
             return _cast(args[0], func, _CASTS[func])
         if func not in _METADATA_FUNCTIONS:
-            args, kwargs = read_all((args, kwargs))
+            args, kwargs = compute_all((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -78,24 +78,24 @@ class UnreadTensor(Tensor):
         cls, func: TorchFunction, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operator that C++ calls below autograd; calls from Python go through `__torch_function__`."""
-        args, kwargs = read_all((args, kwargs))
+        args, kwargs = compute_all((args, kwargs))
         return func(*args, **(kwargs or {}))
 
 
-def read_all(values: Any) -> Any:
+def compute_all(values: Any) -> Any:
     """Returns the same structure with each lazy tensor computed."""
-    return pytree.tree_map_only(UnreadTensor, UnreadTensor.read, values)
+    return pytree.tree_map_only(LazyTensor, LazyTensor.read, values)
 
 
-def _cast(lazy: UnreadTensor, cast: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> UnreadTensor:
+def _cast(lazy: LazyTensor, cast: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> LazyTensor:
     has_gradient = lazy._has_gradient and cast is not Tensor.detach
     compute = partial(_apply, cast, lazy)
-    result = UnreadTensor(lazy.shape, dtype or lazy.dtype, lazy.device, compute, requires_grad=has_gradient)
+    result = LazyTensor(lazy.shape, dtype or lazy.dtype, lazy.device, compute, requires_grad=has_gradient)
     lazy._casts.append(ref(result))
     return result
 
 
-def _apply(cast: Callable[[Tensor], Tensor], lazy: UnreadTensor) -> Tensor:
+def _apply(cast: Callable[[Tensor], Tensor], lazy: LazyTensor) -> Tensor:
     return cast(lazy.read())
 
 

@@ -17,7 +17,7 @@ from ort_accel.runtime.session import CPU_POOL, SHRINKAGE, Session, SessionSetti
 
 IDENTITY = Probe("Identity", (Sample((1,)),), {}, ("float32",), "", 17)
 
-ITEM_TYPES = {2: "int16", 4: "float32", 8: "float64"}
+TYPE_BY_ITEM_BYTES = {2: "int16", 4: "float32", 8: "float64"}
 """A type that ONNX Runtime can fill memory with, by the bytes of an element."""
 
 
@@ -40,7 +40,7 @@ def _shrinking_session() -> tuple[onnxruntime.InferenceSession, onnxruntime.RunO
 
 def pooled_zeros(sizes: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Returns zeros in memory of the pool."""
-    zeros = _zeros_session(len(sizes), ITEM_TYPES[dtype.itemsize])([sizes_to_ort(sizes, scalar=False)])[0]
+    zeros = _zeros_session(len(sizes), TYPE_BY_ITEM_BYTES[dtype.itemsize])([sizes_to_ort(sizes, scalar=False)])[0]
     return zeros if zeros.dtype == dtype else zeros.view(dtype)
 
 

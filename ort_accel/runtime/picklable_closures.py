@@ -8,7 +8,7 @@ from typing import TypeVar
 Closure = TypeVar("Closure", bound=Callable[..., object])
 
 
-def made_by(closure: Closure, factory: Callable[..., object], *arguments: object) -> Closure:
+def picklable_by(closure: Closure, factory: Callable[..., object], *arguments: object) -> Closure:
     """Returns the closure with the attribute `made_by`: the factory and the arguments that make it again."""
     closure.made_by = factory, arguments  # type: ignore[attr-defined]
     return closure

@@ -12,7 +12,7 @@ import torch
 
 from ort_accel.errors import OrtAccelError
 from ort_accel.runtime.cuda import DISABLE_SYNCHRONIZATION, PROVIDER, stream_order
-from ort_accel.runtime.device import CPU, Place
+from ort_accel.runtime.device import CPU, ExecutionDevice
 from ort_accel.runtime.dlpack import OrtValue, OrtValues, to_ort, to_torch
 from ort_accel.runtime.import_ort import native as ort
 from ort_accel.runtime.import_ort import onnxruntime
@@ -37,7 +37,7 @@ class SessionSettings:
     deterministic: bool = False
     log_severity: int = field(default=LOG_ERRORS, repr=False)
     """Not part of the text that names a cached model, since it does not change the model."""
-    place: Place = CPU
+    place: ExecutionDevice = CPU
     """The device that sessions compute on."""
     refuse_cpu_nodes: bool = field(default=False, repr=False)
     """On a CUDA device, refuse a model that needs the CPU for some of its nodes."""
@@ -73,7 +73,7 @@ class SessionSettings:
         return options
 
 
-def share_memory_pool(place: Place) -> None:
+def share_memory_pool(place: ExecutionDevice) -> None:
     """Register the memory pools of all sessions. They grow by the size asked for, not by powers of two."""
     _share("Cpu", 0)  # for every device, since the CPU computes at least the sizes
     if place.is_cuda and not place.torch_memory:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from ort_accel import engine
-from ort_accel.compiler.layer_by_layer import kinds_of, layers_of
+from ort_accel.compiler.layer_by_layer import describe_layers, layers_of
 from ort_accel.config import Config
 from ort_accel.zero3.deepspeed_interfaces import (
     SUPPORTED_VERSIONS,
@@ -39,7 +39,7 @@ def accelerate_partitioned(model: nn.Module, config: Config, zero: ZeroOptimizer
     largest = max(sum(parameter.ds_numel for parameter in parameters_of(layer)) for layer in layers)
     gathering = LayerGathering(zero, layers, largest)
     engine.accelerate_layers(model, config, layers, undo=gathering.undo, zero3=True)
-    how = f"{kinds_of(layers)} are gathered one by one, and one ahead"
+    how = f"{describe_layers(layers)} are gathered one by one, and one ahead"
     engine.report(model).applied(FEATURE, f"{how}; the largest has {largest:,} parameters")
 
 

@@ -13,7 +13,7 @@ import ort_accel
 from ort_accel.autotune import handover_cost
 from ort_accel.autotune.cost_model import Estimator
 from ort_accel.autotune.throughput import CALLS, KernelTimes, Machine, is_timed
-from ort_accel.compiler.compile_graph import Lowering, foreseen, lower_graph
+from ort_accel.compiler.compile_graph import Lowering, lower_graph, predict_segments
 from ort_accel.lowering.onnx_graph import OnnxGraph
 from ort_accel.operators.powers import SHORT_EXPONENTS
 from ort_accel.reporting import Reason, Report, Runner
@@ -130,7 +130,7 @@ def test_short_powers_are_as_long_as_squares_and_call_no_kernel_of_powers(expone
 def test_plans_for_memory_foresee_the_same_segments():
     lowered = Lowered(layers, *LARGE, gelu=(4.0, 1.0), mm=(0.01, 0.02))
     made = [(item.runner, sum(item.ops.values())) for item in lowered.report.segments]
-    assert [(cut.runner, len(cut.nodes)) for cut in foreseen(lowered.traced, (), lowered.lowering)] == made
+    assert [(cut.runner, len(cut.nodes)) for cut in predict_segments(lowered.traced, (), lowered.lowering)] == made
 
 
 @pytest.mark.parametrize("target", list(CALLS), ids=str)

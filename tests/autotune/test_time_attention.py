@@ -11,7 +11,7 @@ import ort_accel
 from ort_accel.autotune import time_attention
 from ort_accel.autotune.throughput import Machine
 from ort_accel.autotune.time_attention import AttentionBySize, _min_pairs
-from ort_accel.kernels.attention_dense import PYTORCH, How
+from ort_accel.kernels.attention_dense import PYTORCH_ATTENTION, AttentionOptions
 from ort_accel.kernels.attention_matmul import AttentionProducts
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
@@ -20,7 +20,7 @@ from tests.hf.tiny import bert, llama
 
 MACHINE = Machine(SessionSettings(threads=2), 20)
 COUNTER = "attention by products of ONNX Runtime, where there are many tokens"
-HOW = How(None, False, None)
+HOW = AttentionOptions(None, False, None)
 
 
 class Noted(AttentionProducts):
@@ -134,10 +134,10 @@ def test_pytorchs_kernel_takes_over_where_products_fail(failing, caplog):
     grad = torch.randn(2, 3, 5, 8)
     for _ in range(2):
         results = kernels.forward(given, HOW)
-        expected = PYTORCH.forward(given, HOW)
+        expected = PYTORCH_ATTENTION.forward(given, HOW)
         torch.testing.assert_close(results[0], expected[0])
         found = kernels.backward((grad, *given, *results), HOW)
-        torch.testing.assert_close(found, PYTORCH.backward((grad, *given, *expected), HOW))
+        torch.testing.assert_close(found, PYTORCH_ATTENTION.backward((grad, *given, *expected), HOW))
     assert noted.asked.count(failing[0]) == 1
     assert [record.getMessage() for record in caplog.records] == [
         "ONNX Runtime failed at attention, which PyTorch runs from now on: no memory"
@@ -147,7 +147,7 @@ def test_pytorchs_kernel_takes_over_where_products_fail(failing, caplog):
 @pytest.mark.parametrize(
     ("queries", "how"),
     [
-        (torch.randn(2, 3, 5, 8), How(torch.zeros(5, 5), False, None)),
+        (torch.randn(2, 3, 5, 8), AttentionOptions(torch.zeros(5, 5), False, None)),
         (torch.randn(2, 3, 5, 8, dtype=torch.float64), HOW),
         (torch.randn(1, 3, 2, 8), HOW),
         (torch.randn(0, 3, 5, 8), HOW),
@@ -158,7 +158,7 @@ def test_small_attention_and_what_products_cannot_stays_pytorchs(queries, how):
     noted = Noted()
     given = queries, queries.clone(), queries.clone()
     found = AttentionBySize(noted, 2 * 3 * 5 * 5).forward(given, how)
-    torch.testing.assert_close(found, PYTORCH.forward(given, how))
+    torch.testing.assert_close(found, PYTORCH_ATTENTION.forward(given, how))
     assert noted.asked == []
 
 

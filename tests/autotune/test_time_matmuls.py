@@ -14,10 +14,10 @@ import ort_accel
 from ort_accel.autotune import time_matmuls
 from ort_accel.autotune.cost_model import Estimator
 from ort_accel.autotune.throughput import KernelTimes, Machine, is_timed
-from ort_accel.autotune.time_matmuls import LARGE_FLOPS, MAX_TIMED_FLOPS, MatmulTimes, Products
+from ort_accel.autotune.time_matmuls import LARGE_FLOPS, MAX_TIMED_FLOPS, MatmulTimes, TimedMatmuls
 from ort_accel.compiler.compile_graph import Lowering, lower_graph
 from ort_accel.kernels import onednn_matmul
-from ort_accel.kernels.onednn_matmul import AGAIN
+from ort_accel.kernels.onednn_matmul import ONEDNN_FROM_CALL
 from ort_accel.operators.flops import flops
 from ort_accel.reporting import Report
 from ort_accel.runtime.session import SessionSettings
@@ -75,7 +75,7 @@ def test_a_large_product_is_timed_on_all_sides(monkeypatch, operands, target):
     monkeypatch.setattr(time_matmuls, "_KNOWN", {})
     node = node_of(*fakes(*operands), target=target)
     assert flops(node) >= LARGE_FLOPS
-    found = Products(MACHINE, Report())._times(node)
+    found = TimedMatmuls(MACHINE, Report())._times(node)
     assert found is not None
     assert min(found.ort, found.pytorch, found.onednn) > 0
     assert found.amount == flops(node)
@@ -97,14 +97,14 @@ def test_measuring_leaves_no_memory_behind_not_even_in_cycles():
 
 
 def test_a_small_product_is_not_timed():
-    assert Products(MACHINE, Report())._times(node_of(*fakes((64, 64), (64, 64)))) is None
+    assert TimedMatmuls(MACHINE, Report())._times(node_of(*fakes((64, 64), (64, 64)))) is None
 
 
 def test_equal_products_are_timed_once(monkeypatch):
     monkeypatch.setattr(time_matmuls, "_KNOWN", {})
     counted = []
     monkeypatch.setattr(time_matmuls, "_measured", lambda _, node: counted.append(node))
-    timed = Products(MACHINE, Report())
+    timed = TimedMatmuls(MACHINE, Report())
     for rows in (1024, 1024, 2048):
         timed._times(node_of(*fakes((rows, 512), (512, 256))))
     assert len(counted) == 2
@@ -127,8 +127,8 @@ def test_the_part_lies_in_memory_as_the_product_does():
 
 def test_a_library_with_another_result_is_not_used(monkeypatch):
     monkeypatch.setattr(time_matmuls, "_KNOWN", {})
-    monkeypatch.setattr(time_matmuls, "product", lambda *operands: aten.mm.default(*operands) * 1.01)
-    found = Products(MACHINE, Report())._times(node_of(*fakes((1024, 512), (512, 256))))
+    monkeypatch.setattr(time_matmuls, "onednn_product", lambda *operands: aten.mm.default(*operands) * 1.01)
+    found = TimedMatmuls(MACHINE, Report())._times(node_of(*fakes((1024, 512), (512, 256))))
     assert found is not None
     assert found.onednn is None
     assert not found.prefers_onednn
@@ -145,7 +145,7 @@ def test_onednn_has_to_save_something(times, prefers):
 
 def test_onednn_counts_for_pytorch_where_sizes_are_fixed(known):
     known.update(ort=2.5, pytorch=3.0, onednn=2.0)
-    timed = Products(MACHINE, Report())
+    timed = TimedMatmuls(MACHINE, Report())
     fixed = node_of(*fakes((1024, 512), (512, 256)))
     assert timed.kernel_times(fixed).pytorch == pytest.approx(2 * MILLI)
     mode = torch._subclasses.FakeTensorMode(shape_env=ShapeEnv())
@@ -159,13 +159,13 @@ def test_onednn_counts_for_pytorch_where_sizes_are_fixed(known):
 )
 def test_onnx_runtime_has_to_be_clearly_faster_to_count_as_faster(known, ort, counts):
     known.update(ort=ort, pytorch=3.0, onednn=None)
-    found = Products(MACHINE, Report()).kernel_times(node_of(*fakes((1024, 512), (512, 256))))
+    found = TimedMatmuls(MACHINE, Report()).kernel_times(node_of(*fakes((1024, 512), (512, 256))))
     assert (found.ort, found.pytorch) == pytest.approx((counts * MILLI, 3 * MILLI))
 
 
 def lowered(function, *inputs):
     report = Report()
-    timed = Products(MACHINE, report)
+    timed = TimedMatmuls(MACHINE, report)
     lowering = Lowering(Sessions(MACHINE.settings), 20, report, estimator=Estimator(MACHINE, timed), products=timed)
     traced = make_fx(lambda *x: [function(*x)], tracing_mode="fake")(*inputs)
     return lower_graph(traced, lowering, "forward 0"), report
@@ -174,15 +174,15 @@ def lowered(function, *inputs):
 def test_products_in_pytorch_are_onednns_and_right(known, monkeypatch):
     known.update(ort=9.0, pytorch=3.0, onednn=2.0)
     asked = []
-    product = onednn_matmul.product
-    monkeypatch.setattr(onednn_matmul, "product", lambda *operands: asked.append(operands) or product(*operands))
+    product = onednn_matmul.onednn_product
+    monkeypatch.setattr(onednn_matmul, "onednn_product", lambda *operands: asked.append(operands) or product(*operands))
     inputs = torch.randn(1024, 512), torch.randn(512, 512) / 20, torch.randn(512)
 
     def function(x, y, z):
         return torch.addmm(z, x.mm(y).t().mm(x), y)
 
     program, report = lowered(function, *inputs)
-    for _ in range(AGAIN):
+    for _ in range(ONEDNN_FROM_CALL):
         torch.testing.assert_close(program(list(inputs))[0], function(*inputs), rtol=1e-4, atol=1e-2)
     assert len(asked) == 3
     assert report.counters["products by oneDNN, where sizes come again"] == 3
@@ -209,7 +209,7 @@ class Wide(nn.Module):
 def test_steps_are_eagers_before_and_behind_the_change_to_onednn(known, dynamic):
     known.update(ort=9.0, pytorch=3.0, onednn=2.0)
     eager, ours = pair(Wide().train(), {"engine": {"dynamic_shapes": dynamic}})
-    for step in range(AGAIN + 2):
+    for step in range(ONEDNN_FROM_CALL + 2):
         assert_step_as_eager(eager, ours, torch.randn(1100, 256), seed=step)
     assert ort_accel.report(ours).counters["products by oneDNN, where sizes come again"] > 0
 
@@ -218,8 +218,8 @@ def test_steps_are_eagers_before_and_behind_the_change_to_onednn(known, dynamic)
 def taken_over(monkeypatch):
     """The products that oneDNN multiplies in place of ONNX Runtime."""
     asked = []
-    product = time_matmuls.product
-    monkeypatch.setattr(time_matmuls, "product", lambda *operands: asked.append(operands) or product(*operands))
+    product = time_matmuls.onednn_product
+    monkeypatch.setattr(time_matmuls, "onednn_product", lambda *operands: asked.append(operands) or product(*operands))
     return asked
 
 
@@ -227,19 +227,19 @@ def test_onednn_takes_over_from_onnx_runtime_for_sizes_that_come_again(known, ta
     known.update(ort=2.0, pytorch=5.0, onednn=1.5)
     eager, ours = pair(Wide().train(), {"engine": {"dynamic_shapes": True}})
     seen = []
-    for step, rows in enumerate([1100] * AGAIN + [1200, 1100]):
+    for step, rows in enumerate([1100] * ONEDNN_FROM_CALL + [1200, 1100]):
         taken_over.clear()
         assert_step_as_eager(eager, ours, torch.randn(rows, 256), seed=step)
         seen.append(len(taken_over))
     multiplied = ort_accel.report(ours).counters["products that oneDNN takes over where sizes come again"]
-    assert seen == [0] * (AGAIN - 1) + [multiplied, 0, multiplied]
+    assert seen == [0] * (ONEDNN_FROM_CALL - 1) + [multiplied, 0, multiplied]
     assert multiplied > 0
 
 
 def test_onednn_does_not_take_over_faster_products_of_onnx_runtime(known, taken_over):
     known.update(ort=1.0, pytorch=5.0, onednn=2.0)
     eager, ours = pair(Wide().train(), {"engine": {"dynamic_shapes": True}})
-    for step in range(AGAIN + 1):
+    for step in range(ONEDNN_FROM_CALL + 1):
         assert_step_as_eager(eager, ours, torch.randn(1100, 256), seed=step)
     assert taken_over == []
 

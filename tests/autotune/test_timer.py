@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ort_accel.autotune.timer import ROUNDS, Results, Stopwatch
+from ort_accel.autotune.timer import ROUNDS, SavedTimings, Stopwatch
 from ort_accel.reporting import Report
 
 
@@ -67,7 +67,7 @@ FOUND = {"seconds": {"a": 1.5, "b": 0.5}}
 
 
 def kept(path, context="here", report=None):
-    return Results(path, context, report or Report())
+    return SavedTimings(path, context, report or Report())
 
 
 def test_results_are_found_again_by_what_was_measured_and_where(tmp_path):

@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ort_accel.autotune import handover_cost
 from ort_accel.autotune.node_kinds import Kind
-from ort_accel.autotune.timer import Results, Stopwatch
+from ort_accel.autotune.timer import SavedTimings, Stopwatch
 from ort_accel.autotune.tuner import ALONE, FEATURE, UNMEASURED, Tuner
 from ort_accel.compiler.compile_graph import Lowering, lower_graph
 from ort_accel.reporting import Reason, Report, Runner, State
@@ -68,7 +68,7 @@ class Tuned:
 
     def __init__(self, function, *inputs, figures, path=None, only_saved=False, dynamic=False) -> None:
         self.report, self.figures = Report(), figures
-        results = Results(path, "here", self.report)
+        results = SavedTimings(path, "here", self.report)
         tuner = Tuner(OPSET, Sessions(SETTINGS), figures, results, self.report, only_saved)
         lowering = Lowering(Sessions(SETTINGS), OPSET, self.report, tuner=tuner)
         traced = make_fx(lambda *x: [function(*x)], tracing_mode="symbolic" if dynamic else "fake")(*inputs)

@@ -12,7 +12,7 @@ from benchmarks.on_cuda import main
 from ort_accel.compiler import settings
 from ort_accel.partition import placement
 from ort_accel.recompute import offload
-from ort_accel.runtime.device import Place
+from ort_accel.runtime.device import ExecutionDevice
 from ort_accel.runtime.host_memory import HostMemory
 from tests.tiers import mostly_long
 
@@ -35,7 +35,7 @@ def test_a_model_that_differs_is_a_fault(bench, monkeypatch):
 
 @pytest.mark.parametrize("is_lost", mostly_long([False, True], True))
 def test_values_that_are_moved_come_back_or_are_a_fault(bench, monkeypatch, is_lost):
-    monkeypatch.setattr(settings, "place_for", lambda *_: Place(torch_memory=True))
+    monkeypatch.setattr(settings, "place_for", lambda *_: ExecutionDevice(torch_memory=True))
     monkeypatch.setattr(offload, "LEAST_BYTES", 1)
     monkeypatch.setattr(placement, "MIN_SEGMENT_ELEMENTS", 0)
     if is_lost:

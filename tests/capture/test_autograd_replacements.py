@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ort_accel.capture import autograd_replacements
-from ort_accel.capture.autograd_replacements import Written, write_out
+from ort_accel.capture.autograd_replacements import Replacement, capture_as_operators
 from tests.against_eager import assert_step_as_eager, compilations, pair, report
 
 ASKED: list[list[Any]] = []
@@ -52,7 +52,7 @@ def small(arguments: Any) -> bool:
 @pytest.fixture(autouse=True)
 def written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autograd_replacements, "_REPLACEMENTS", {})
-    write_out(Doubled, Written(operators, small))
+    capture_as_operators(Doubled, Replacement(operators, small))
     ASKED.clear()
 
 

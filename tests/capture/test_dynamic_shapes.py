@@ -5,7 +5,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 
 import ort_accel
-from ort_accel.capture.dynamic_shapes import Foreseen, OpenSizes
+from ort_accel.capture.dynamic_shapes import DynamicDims, ForeseenSizes
 from ort_accel.engine import foresee
 from tests.against_eager import assert_step_as_eager, compilations, pair
 
@@ -34,7 +34,7 @@ def inputs(batch=2, source=8, target=4):
 
 
 def test_first_sizes_are_fixed_and_a_smaller_batch_opens_only_the_batch(marked):
-    sizes = OpenSizes(Foreseen())
+    sizes = DynamicDims(ForeseenSizes())
     sizes.mark(inputs())
     assert marked() == []
     sizes.mark(inputs(batch=1))
@@ -42,21 +42,21 @@ def test_first_sizes_are_fixed_and_a_smaller_batch_opens_only_the_batch(marked):
 
 
 def test_a_length_that_changes_opens_the_other_lengths(marked):
-    sizes = OpenSizes(Foreseen())
+    sizes = DynamicDims(ForeseenSizes())
     sizes.mark(inputs())
     sizes.mark(inputs(source=9))
     assert marked() == [[0, 1], [0, 1], [0, 1], [0]]
 
 
 def test_what_is_foreseen_is_open_at_once(marked):
-    OpenSizes(Foreseen(lengths=True)).mark(inputs())
+    DynamicDims(ForeseenSizes(lengths=True)).mark(inputs())
     assert marked() == [[0, 1], [0, 1], [0, 1], [0]]
-    OpenSizes(Foreseen(batch=True)).mark(inputs())
+    DynamicDims(ForeseenSizes(batch=True)).mark(inputs())
     assert marked() == [[0], [0], [0], [0]]
 
 
 def test_pictures_keep_their_size(marked):
-    sizes = OpenSizes(Foreseen())
+    sizes = DynamicDims(ForeseenSizes())
     sizes.mark([torch.zeros(2, 3, 8, 8)])
     sizes.mark([torch.zeros(1, 3, 8, 8)])
     assert marked() == [[0]]
@@ -94,7 +94,7 @@ def classifier(**config):
 
 def test_foreseen_lengths_compile_once():
     eager, ours = pair(classifier())
-    foresee(ours, Foreseen(lengths=True))
+    foresee(ours, ForeseenSizes(lengths=True))
     for batch, length in [(3, 8), (3, 5), (2, 9)]:
         assert_step_as_eager(eager, ours, **text(batch, length, labels=torch.zeros(batch, dtype=torch.long)))
     assert compilations(ours) == 2

@@ -13,7 +13,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 import ort_accel
 from ort_accel.compiler import autograd_graphs
 from ort_accel.eager.fallback import FallbackError
-from ort_accel.recompute.planner import Recompute
+from ort_accel.recompute.planner import MemoryPlanner
 from ort_accel.reporting import State
 from tests.against_eager import assert_same, assert_step_as_eager, compilations, not_compiled, pair, report, step
 from tests.capture.language_model import Model, Nested, batch, engine
@@ -72,7 +72,7 @@ def no_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise IndexError("no such node\nand a second line")
 
-    monkeypatch.setattr(Recompute, "partition", fail)
+    monkeypatch.setattr(MemoryPlanner, "partition", fail)
 
 
 def test_a_model_that_dynamo_fails_on_trains_as_in_eager_mode(dynamo_fails: Callable[[str | None], None]) -> None:

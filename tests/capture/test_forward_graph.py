@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ort_accel.capture.dynamo import capturing
-from ort_accel.capture.forward_graph import Tracer, breaks_off, own_backwards
+from ort_accel.capture.forward_graph import Tracer, ends_at_graph_break, has_lost_backward
 from ort_accel.graph.nodes import user_line
 
 
@@ -70,8 +70,8 @@ def test_a_part_with_a_backward_of_its_own_is_seen() -> None:
             return grad * 3
 
     x = torch.randn(3, requires_grad=True)
-    assert captured(lambda x: Twice.apply(x).sin(), x, look=lambda module, _: own_backwards(module)) == [True]
-    assert captured(lambda x: x.sin(), x, look=lambda module, _: own_backwards(module)) == [False]
+    assert captured(lambda x: Twice.apply(x).sin(), x, look=lambda module, _: has_lost_backward(module)) == [True]
+    assert captured(lambda x: x.sin(), x, look=lambda module, _: has_lost_backward(module)) == [False]
 
 
 def test_a_graph_that_python_goes_on_from_is_told_from_one_that_returns() -> None:
@@ -80,4 +80,4 @@ def test_a_graph_that_python_goes_on_from_is_told_from_one_that_returns() -> Non
         torch._dynamo.graph_break()
         return x.cos()
 
-    assert captured(broken, torch.randn(3), look=lambda module, _: breaks_off(module)) == [True, False]
+    assert captured(broken, torch.randn(3), look=lambda module, _: ends_at_graph_break(module)) == [True, False]

@@ -123,6 +123,6 @@ def test_a_device_that_only_one_side_can_use_is_a_warning(built_in, usable, cuda
 
 @pytest.mark.parametrize(("gaps", "cuda", "warned"), [(True, [], True), (False, [], False), (True, ["H200"], False)])
 def test_gaps_between_freed_blocks_are_a_warning_where_memory_is_the_c_librarys(gaps, cuda, warned, monkeypatch):
-    monkeypatch.setattr(environment, "leaves_gaps", lambda: gaps)
+    monkeypatch.setattr(environment, "fragments_heap", lambda: gaps)
     warnings = environment._memory_warnings(environment.Devices(2, tuple(cuda)))
     assert ["GLIBC_TUNABLES=glibc.malloc.tcache_count=0" in warning for warning in warnings] == [True] * warned

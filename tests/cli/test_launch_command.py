@@ -106,7 +106,7 @@ def test_one_process_on_the_cpu_has_all_threads(started, script, monkeypatch):
     ],
 )
 def test_glibc_is_told_to_leave_no_gaps_where_it_would(started, script, monkeypatch, before, gaps, after):
-    monkeypatch.setattr(launching, "leaves_gaps", lambda: gaps)
+    monkeypatch.setattr(launching, "fragments_heap", lambda: gaps)
     if before is not None:
         monkeypatch.setenv("GLIBC_TUNABLES", before)
     launch("--cpu", script)

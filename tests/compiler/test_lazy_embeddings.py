@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ort_accel.reporting import State
-from ort_accel.runtime.lazy_tensor import UnreadTensor
+from ort_accel.runtime.lazy_tensor import LazyTensor
 from tests.against_eager import assert_same, compilations, pair, report, step
 from tests.capture.language_model import WIDTH, Model, batch, engine
 
@@ -87,7 +87,7 @@ def test_padding_is_left_out_if_no_tokens_are_read(pool: Callable[..., Tensor]) 
         assert_same(*(step(model, *both, seed=seed) for model in steps))
     assert feature(ours, "density.padding").state is State.APPLIED
     assert feature(ours, "compute.loss_only").state is State.APPLIED
-    assert type(ours(**sentences(0)).tokens) is UnreadTensor
+    assert type(ours(**sentences(0)).tokens) is LazyTensor
     assert ours(**sentences(0)).tokens.shape == (4, 10, WIDTH)
     assert compilations(ours) == 2
 
@@ -154,7 +154,7 @@ def test_tokens_are_computed_after_a_graph_break() -> None:
 def test_under_torch_compile_tokens_are_computed_unless_loss_only_is_true(wish: Any) -> None:
     options = {"config": engine(compute={"loss_only": wish})}
     model = torch.compile(Embedder(), backend="ort_accel", options=options)
-    assert type(model(**sentences(0)).tokens) is (UnreadTensor if wish is True else Tensor)
+    assert type(model(**sentences(0)).tokens) is (LazyTensor if wish is True else Tensor)
 
 
 def test_evaluation_computes_tokens() -> None:

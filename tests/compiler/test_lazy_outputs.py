@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import ort_accel
 from ort_accel.reporting import State
-from ort_accel.runtime.lazy_tensor import UnreadTensor
+from ort_accel.runtime.lazy_tensor import LazyTensor
 from tests.against_eager import assert_same, assert_step_as_eager, compilations, pair, report, step
 from tests.capture.language_model import VOCABULARY, Model, Output, batch, engine
 from tests.tiers import mostly_long
@@ -36,7 +36,7 @@ def test_a_whole_graph_does_not_compute_the_logits(wishes: dict[str, Any]) -> No
     for seed, length in enumerate([10, 10, 12, 7]):
         assert_step_as_eager(eager, ours, **dense(seed, length), seed=seed)
     output = ours(**dense(length=9))
-    assert type(output.logits) is UnreadTensor
+    assert type(output.logits) is LazyTensor
     assert output.logits.shape == (4, 9, VOCABULARY)
     assert state(ours) is State.APPLIED
     assert "batches run on some rows" not in report(ours).counters
@@ -108,7 +108,7 @@ def test_a_model_that_mutates_a_buffer_computes_its_logits() -> None:
     assert ours.calls == 3
 
 
-@pytest.mark.parametrize(("wish", "kind"), [("auto", Tensor), (True, UnreadTensor)])
+@pytest.mark.parametrize(("wish", "kind"), [("auto", Tensor), (True, LazyTensor)])
 def test_under_torch_compile_logits_are_computed_unless_loss_only_is_true(wish: Any, kind: type) -> None:
     """What `torch.compile` holds is not compiled anew when they are read."""
     options = {"config": engine(compute={"loss_only": wish})}

@@ -13,8 +13,8 @@ from ort_accel.compiler import step_watchers
 def given_back(monkeypatch: pytest.MonkeyPatch, keeps: bool, config: dict[str, object]) -> list[int]:
     """How often memory had been given back when each of several steps was over."""
     calls: list[None] = []
-    monkeypatch.setattr(step_watchers, "keep_freed_blocks", lambda: keeps)
-    monkeypatch.setattr(step_watchers, "return_free_memory", lambda: calls.append(None))
+    monkeypatch.setattr(step_watchers, "disable_trimming", lambda: keeps)
+    monkeypatch.setattr(step_watchers, "trim_heap", lambda: calls.append(None))
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
     ort_accel.accelerate(model, {"observe": {"log_level": "error"}} | config)
     after = []

@@ -203,7 +203,7 @@ def test_evaluations_of_a_small_model_are_not_compiled_before_its_steps_are(comp
 
 
 def test_no_eager_step_is_tried_where_memory_might_not_suffice(steps_of_some_time, monkeypatch):
-    monkeypatch.setattr(comparison, "available", lambda: 1000)
+    monkeypatch.setattr(comparison, "available_bytes", lambda: 1000)
     _, ran = steps_of_some_time
     ours = ort_accel.accelerate(Model(), {"version": 1})
     train(ours, 12)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ort_accel
-from ort_accel.eager.held_outputs import KeptOutputs
+from ort_accel.eager.held_outputs import HeldOutputs
 from ort_accel.reporting import State
-from ort_accel.runtime.lazy_tensor import UnreadTensor
+from ort_accel.runtime.lazy_tensor import LazyTensor
 from tests.against_eager import ATOL, RTOL, report
 from tests.capture.language_model import Model, Output, batch, engine
 from tests.tiers import mostly_long
@@ -150,7 +150,7 @@ def test_each_way_of_keeping_logits() -> None:
         return keep
 
     results = [trained(model, keeps(kinds), steps=len(WITHIN), rate=0.1) for model in (ours, eager)]
-    assert kinds == [UnreadTensor] * len(WITHIN) + [Tensor] * len(WITHIN)
+    assert kinds == [LazyTensor] * len(WITHIN) + [Tensor] * len(WITHIN)
     for way, mine, wanted in zip(WITHIN, results[0][0], results[1][0], strict=True):
         read = WITHIN[way][1]
         close(read(mine), read(wanted), way)
@@ -190,14 +190,14 @@ def test_outputs_that_are_held_until_the_next_step_cost_no_pass(monkeypatch: pyt
     """As in the usual loop: `outputs` is replaced by the next call. Weights are copied, and nothing is computed."""
     eager, ours = pair()
     results = [trained(model, lambda out: type(out.logits)) for model in (ours, eager)]
-    assert set(results[0][0]) == {UnreadTensor}
+    assert set(results[0][0]) == {LazyTensor}
     assert report(ours).features["compute.loss_only"].state is State.APPLIED
     assert_same_training(([], *results[0][1:]), ([], *results[1][1:]))
 
 
 def test_outputs_that_are_dropped_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[object] = []
-    monkeypatch.setattr(KeptOutputs, "before_backward", lambda *_: copied.append("before a backward"))
+    monkeypatch.setattr(HeldOutputs, "before_backward", lambda *_: copied.append("before a backward"))
     _, ours = pair()
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.5)
     for number in range(2):
@@ -210,7 +210,7 @@ def test_once_an_optimizer_was_seen_no_backward_copies(monkeypatch: pytest.Monke
     _, ours = pair()
     trained(ours, lambda _: None, steps=1)
     told: list[object] = []
-    monkeypatch.setattr(KeptOutputs, "before_backward", lambda *_: told.append("before a backward"))
+    monkeypatch.setattr(HeldOutputs, "before_backward", lambda *_: told.append("before a backward"))
     outputs = ours(**batch(4, 10))
     outputs.loss.backward()
     assert not told

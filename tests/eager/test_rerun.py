@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from ort_accel.eager.rerun import EagerAgain
+from ort_accel.eager.rerun import EagerRerun
 from ort_accel.errors import OrtAccelError
 
 
@@ -30,10 +30,10 @@ def dropped(x: Tensor, weight: Tensor) -> list[Tensor]:
     return [F.dropout(product, 0.5), product]
 
 
-def called(told: Told, x: Tensor = X) -> EagerAgain:
+def called(told: Told, x: Tensor = X) -> EagerRerun:
     module = make_fx(dropped, pre_dispatch=True)(X, WEIGHT)
     torch.manual_seed(4)
-    return EagerAgain(module, [x, WEIGHT], told)
+    return EagerRerun(module, [x, WEIGHT], told)
 
 
 def test_random_numbers_are_those_of_the_call_and_the_present_ones_stay() -> None:

@@ -32,7 +32,7 @@ def results(monkeypatch):
 
 @pytest.mark.parametrize("pool_from", [0, 32 << 20], ids=["in the pool", "in PyTorch's memory"])
 def test_outputs_and_gradients_are_the_memory_that_onnx_runtime_wrote(results, monkeypatch, pool_from):
-    monkeypatch.setattr(settings, "LARGE", pool_from)
+    monkeypatch.setattr(settings, "POOL_LEAST_BYTES", pool_from)
     model = ort_accel.accelerate(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)))
     out = model(torch.randn(32, 64))
     given = {ours for ours, _ in results}

@@ -59,7 +59,7 @@ def found(model):
 
 def main(folder, pool_from):
     torch.set_num_threads(1)
-    settings.LARGE = pool_from
+    settings.POOL_LEAST_BYTES = pool_from
     mine, stock = ort_accel.accelerate(a_model(), QUIET), a_model()
     for rows in (4, 6):
         step(mine, rows)

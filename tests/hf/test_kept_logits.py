@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback, set_seed
 
 import ort_accel
-from ort_accel.eager.rerun import Given
+from ort_accel.eager.rerun import CallInputs
 from ort_accel.hf import ORTAccelCallback
 from ort_accel.reporting import State
 from tests.hf.tiny import arguments, llama, losses, texts, train
@@ -50,7 +50,7 @@ def test_logits_that_a_trainer_keeps_equal_eagers(tmp_path, accumulated):
 
 def test_a_trainer_that_reads_no_logits_copies_and_computes_nothing(tmp_path, monkeypatch):
     copied = []
-    monkeypatch.setattr(Given, "keep", lambda *_: copied.append("weights"))
+    monkeypatch.setattr(CallInputs, "keep", lambda *_: copied.append("weights"))
     trainer = train("callback", tmp_path, llama, train_dataset=texts(), config=QUIET, max_steps=3)
     assert not copied
     assert ort_accel.report(trainer.model).features["compute.loss_only"].state is State.APPLIED

@@ -192,7 +192,7 @@ def test_sixteen_bits_are_at_least_as_precise_as_pytorchs_kernel(kind, dtype, mo
         return step(kind, mask, wide, given=[tensor.to(wide).requires_grad_() for tensor in rounded])
 
     precise, ours = run(torch.float64), run(dtype)
-    monkeypatch.setattr(attention_precision, "is_faster_wide", lambda *_: False)
+    monkeypatch.setattr(attention_precision, "is_faster_in_float32", lambda *_: False)
     plain = run(dtype)
     for right, one, other in zip(precise, ours, plain, strict=True):
         assert one.dtype == other.dtype == dtype

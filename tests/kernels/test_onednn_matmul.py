@@ -8,15 +8,15 @@ from torch import fx
 
 from ort_accel.kernels import onednn_matmul
 from ort_accel.kernels.onednn_matmul import (
-    AGAIN,
     MAX_COUNTED_SIZES,
     MAX_ONEDNN_SIZES,
     MAX_RIGHT_BYTES,
+    ONEDNN_FROM_CALL,
     can_multiply,
-    product,
-    product_of_known_sizes,
+    onednn_for_frequent_sizes,
+    onednn_product,
 )
-from ort_accel.kernels.output_buffers import LARGE
+from ort_accel.kernels.output_buffers import POOL_LEAST_BYTES
 
 aten = torch.ops.aten
 
@@ -42,8 +42,8 @@ def test_a_product_is_eagers_however_its_operands_lie(sizes, left, right):
     rows, inner, columns = sizes
     one, other, row = laid(rows, inner, left), laid(inner, columns, right), torch.randn(columns)
     for found, expected in (
-        (product(one, other), one.mm(other)),
-        (product(row, one, other), torch.addmm(row, one, other)),
+        (onednn_product(one, other), one.mm(other)),
+        (onednn_product(row, one, other), torch.addmm(row, one, other)),
     ):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         assert found.is_contiguous()
@@ -65,7 +65,7 @@ def test_the_smaller_operand_is_copied(sizes, left, turns, monkeypatch):
     shapes = []
     plain = onednn_matmul._product
     monkeypatch.setattr(onednn_matmul, "_product", lambda *given: shapes.append(given[0].shape) or plain(*given))
-    found = product(one, other)
+    found = onednn_product(one, other)
     assert shapes == [(columns, inner) if turns else (rows, inner)]
     torch.testing.assert_close(found, one.mm(other), rtol=1e-5, atol=1e-5)
     assert found.is_contiguous()
@@ -95,7 +95,7 @@ ONE, OTHER = torch.randn(8, 4), torch.randn(4, 6)
         (called(aten.mm.default, ONE.double(), OTHER.double()), False),
         (called(aten.mm.default, ONE.bfloat16(), OTHER.bfloat16()), False),
         (called(aten.bmm.default, ONE[None], OTHER[None]), False),
-        (called(aten.mm.default, torch.zeros(LARGE // 64, 1), torch.zeros(1, 16)), False),
+        (called(aten.mm.default, torch.zeros(POOL_LEAST_BYTES // 64, 1), torch.zeros(1, 16)), False),
         (called(aten.mm.default, torch.zeros(1, MAX_RIGHT_BYTES // 16), torch.zeros(MAX_RIGHT_BYTES // 16, 4)), True),
         (
             called(aten.mm.default, torch.zeros(1, MAX_RIGHT_BYTES // 16), torch.zeros(MAX_RIGHT_BYTES // 16, 5)),
@@ -118,9 +118,9 @@ def seen(monkeypatch):
 
     def noted(*operands):
         rows.append(operands[-2].shape[0])
-        return product(*operands)
+        return onednn_product(*operands)
 
-    monkeypatch.setattr(onednn_matmul, "product", noted)
+    monkeypatch.setattr(onednn_matmul, "onednn_product", noted)
     return rows
 
 
@@ -130,8 +130,8 @@ def run(multiply, rows):
 
 
 def test_onednn_is_asked_for_sizes_that_come_again(seen):
-    multiply = product_of_known_sizes(aten.mm.default)
-    for _ in range(AGAIN + 2):
+    multiply = onednn_for_frequent_sizes(aten.mm.default)
+    for _ in range(ONEDNN_FROM_CALL + 2):
         run(multiply, 8)
     assert seen == [8] * 3
     run(multiply, 9)
@@ -139,23 +139,23 @@ def test_onednn_is_asked_for_sizes_that_come_again(seen):
 
 
 def test_where_each_batch_has_another_size_it_is_never_asked(seen):
-    multiply = product_of_known_sizes(aten.mm.default)
+    multiply = onednn_for_frequent_sizes(aten.mm.default)
     for rows in [*range(2, 4 * MAX_COUNTED_SIZES)] * 2:
         run(multiply, rows)
     assert seen == []
 
 
 def test_it_is_asked_for_a_few_sizes_at_most(seen):
-    multiply = product_of_known_sizes(aten.mm.default)
+    multiply = onednn_for_frequent_sizes(aten.mm.default)
     for rows in range(2, 2 * MAX_ONEDNN_SIZES + 2):
-        for _ in range(AGAIN):
+        for _ in range(ONEDNN_FROM_CALL):
             run(multiply, rows)
     assert set(seen) == set(range(2, MAX_ONEDNN_SIZES + 2))
 
 
 def test_each_product_counts_its_own_sizes(seen):
-    one, other = product_of_known_sizes(aten.mm.default), product_of_known_sizes(aten.mm.default)
-    for _ in range(AGAIN - 1):
+    one, other = onednn_for_frequent_sizes(aten.mm.default), onednn_for_frequent_sizes(aten.mm.default)
+    for _ in range(ONEDNN_FROM_CALL - 1):
         run(one, 8)
         run(other, 8)
     assert seen == []

@@ -41,8 +41,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return pooled(size, dtype)
 
     monkeypatch.setattr(room, "pooled_zeros", take)
-    monkeypatch.setattr(room, "LARGE", 32 << 10)
-    monkeypatch.setattr(room, "LEAST", 32 << 10)
+    monkeypatch.setattr(room, "POOL_LEAST_BYTES", 32 << 10)
+    monkeypatch.setattr(room, "LEAST_BYTES", 32 << 10)
     return sizes
 
 
@@ -55,9 +55,9 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         sizes.append(tuple(size))
         return torch.empty(size, dtype=dtype).fill_(torch.nan if dtype.is_floating_point or dtype.is_complex else 77)
 
-    monkeypatch.setattr(room, "unfilled", take)
-    monkeypatch.setattr(room, "LEAST", 0)
-    monkeypatch.setattr(room, "leaves_gaps", lambda: True)  # whatever this C library does
+    monkeypatch.setattr(room, "empty_in_heap", take)
+    monkeypatch.setattr(room, "LEAST_BYTES", 0)
+    monkeypatch.setattr(room, "fragments_heap", lambda: True)  # whatever this C library does
     return sizes
 
 
@@ -91,12 +91,12 @@ def test_results_are_eagers_to_the_bit(taken: list[Any], name: str, dtype: torch
     target, args = CASES[name](dtype)
     expected = target(*args)
     for _ in range(2):  # the second time in memory that has been written to
-        found = room.placed(target, pooled=True)(dtype, tuple(expected.shape), *args)
+        found = room.with_buffer(target, pooled=True)(dtype, tuple(expected.shape), *args)
         assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), dtype)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
         found.fill_(7)
         del found
-    large = expected.nbytes >= room.LARGE
+    large = expected.nbytes >= room.POOL_LEAST_BYTES
     assert taken == [tuple(expected.shape)] * (2 if large else 0)
 
 
@@ -110,14 +110,14 @@ class WrittenIntoPlaces(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if room.with_place(func) is None:
+        if room.out_overload(func) is None:
             return func(*args, **kwargs)
         before = torch.get_rng_state()
         expected = func(*args, **kwargs)
         if expected.ndim and expected.is_contiguous():  # no result without dimensions is large
             after = torch.get_rng_state()
             torch.set_rng_state(before)
-            found = room.placed(func, pooled=False)(expected.dtype, tuple(expected.shape), *args, **kwargs)
+            found = room.with_buffer(func, pooled=False)(expected.dtype, tuple(expected.shape), *args, **kwargs)
             self.seen[func] += 1
             is_same = found.shape == expected.shape and found.dtype == expected.dtype and found.is_contiguous()
             if not is_same or not torch.equal(torch.get_rng_state(), after) or not _equal(found, expected):
@@ -161,14 +161,14 @@ def test_any_operator_of_pytorch_can_be_asked_for_its_place() -> None:
         if isinstance(packet, torch._ops.OpOverloadPacket)
         for name in packet.overloads()
     ]
-    places = {target: room.with_place(target) for target in overloads}
+    places = {target: room.out_overload(target) for target in overloads}
     assert places[aten.mul.Tensor] == (aten.mul.out, "out")
     assert places[aten.mul.Scalar] is None
 
 
 @pytest.mark.parametrize("target", [aten.clone.default, aten.embedding.default, aten.native_layer_norm.default, len])
 def test_what_pytorch_would_copy_is_left_to_it(target: Any) -> None:
-    assert room.with_place(target) is None
+    assert room.out_overload(target) is None
 
 
 class Head(nn.Module):
@@ -202,7 +202,7 @@ def steps_of_a_head(in_pytorch: Sequence[str], memory: dict[str, Any], noted: li
 @pytest.mark.parametrize("memory", [{}, {"level": 1}], ids=["for speed", "memory is saved"])
 def test_a_model_takes_memory_from_the_pool_unless_it_is_to_be_held(taken: list[Any], memory: dict[str, Any]) -> None:
     for rows in steps_of_a_head(HEAD, memory, taken):
-        is_pooled = not memory and rows * 300 * 4 >= room.LARGE
+        is_pooled = not memory and rows * 300 * 4 >= room.POOL_LEAST_BYTES
         assert taken.count((rows, 300)) == (3 if is_pooled else 0), "scores, logarithms, the gradient"
 
 
@@ -253,7 +253,7 @@ def test_a_faster_way_for_an_operator_goes_before_the_pool(taken: list[Any]) -> 
         Report(),
         unwanted=frozenset({"aten.mm"}),
         products=other,
-        pool_from=room.LARGE,
+        pool_from=room.POOL_LEAST_BYTES,
     )
     [result] = lower_graph(traced, settings, "forward 0")(list(operands))
     torch.testing.assert_close(result, function(*operands)[0])
@@ -266,7 +266,7 @@ def test_a_faster_way_for_an_operator_goes_before_the_pool(taken: list[Any]) -> 
 def test_other_results_lie_in_plain_blocks_where_pytorch_would_leave_gaps(
     plain: list[tuple[int, ...]], memory: dict[str, Any], gaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "leaves_gaps", lambda: gaps)
+    monkeypatch.setattr(room, "fragments_heap", lambda: gaps)
     for rows in steps_of_a_head([*HEAD, "aten.addmm"], memory, plain):
         expected_places = 0 if not gaps else 2 if memory else 3
         assert plain.count((rows, 300)) == expected_places, "scores, logarithms, and the gradient by its own way"

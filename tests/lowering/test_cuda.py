@@ -6,12 +6,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ort_accel.partition.assign import Assigner
+from ort_accel.partition.assign import NodeRules
 from ort_accel.passes.options import PassOptions
 from ort_accel.passes.split_dropout import split_dropout
 from ort_accel.reporting import Reason
 from ort_accel.runtime import cuda
-from ort_accel.runtime.device import Place
+from ort_accel.runtime.device import ExecutionDevice
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 
@@ -24,7 +24,7 @@ def traced(function, *shapes, device="cuda:0"):
 
 
 def refusals(graph):
-    assigner = Assigner(17, Sessions(SessionSettings(threads=1, place=Place("cuda", 0))))
+    assigner = NodeRules(17, Sessions(SessionSettings(threads=1, place=ExecutionDevice("cuda", 0))))
     return {node.target: assigner.refusal(node) for node in graph.nodes if node.op == "call_function"}
 
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime
 import torch
 
-from ort_accel.lowering.node_order import listed
+from ort_accel.lowering.node_order import in_running_order
 from ort_accel.lowering.onnx_graph import OnnxGraph
 
 SIZE = 8
@@ -50,7 +50,7 @@ def test_operators_run_in_the_order_in_which_they_were_lowered(tmp_path):
 def test_a_model_lists_what_is_read_before_its_reader():
     graph = OnnxGraph(opset=17)
     products_added(graph)
-    found = listed(graph.nodes)
+    found = in_running_order(graph.nodes)
     place = {node: index for index, node in enumerate(found)}
     assert len(found) == len(graph.nodes)
     for node in found:
@@ -62,4 +62,4 @@ def test_what_a_graph_within_an_operator_reads_comes_before_it():
     read = ir.node("Sin", [ir.Value(name="x")])
     inner = ir.Graph([], [], nodes=[ir.node("Cos", [read.outputs[0]])])
     outer = ir.node("If", [ir.Value(name="condition")], {"then_branch": inner, "else_branch": inner})
-    assert listed([read, outer]) == [read, outer]
+    assert in_running_order([read, outer]) == [read, outer]

@@ -3,7 +3,7 @@
 import pytest
 
 from ort_accel.memory import low_memory_mode
-from ort_accel.memory.low_memory_mode import LittleHeld
+from ort_accel.memory.low_memory_mode import TrimOnGrowth
 from ort_accel.memory.process_memory import resident, resident_now
 
 
@@ -13,7 +13,7 @@ class Process:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held, self.free, self.returned = 0, 0, 0
         monkeypatch.setattr(low_memory_mode, "resident_now", lambda: self.held)
-        monkeypatch.setattr(low_memory_mode, "return_free_memory", self._give_back)
+        monkeypatch.setattr(low_memory_mode, "trim_heap", self._give_back)
 
     def _give_back(self) -> None:
         self.returned += 1
@@ -21,7 +21,7 @@ class Process:
 
 
 def test_equal_steps_stop_trimming(monkeypatch):
-    process, look, after = Process(monkeypatch), LittleHeld(), []
+    process, look, after = Process(monkeypatch), TrimOnGrowth(), []
     for _ in range(4):
         for needed in (100, 200, 300, 200):
             process.held = max(process.held, needed)  # freed blocks stay, and are used again
@@ -32,7 +32,7 @@ def test_equal_steps_stop_trimming(monkeypatch):
 
 
 def test_trimming_returns_free_memory_and_raises_the_limit(monkeypatch):
-    process, look = Process(monkeypatch), LittleHeld()
+    process, look = Process(monkeypatch), TrimOnGrowth()
     process.held = 1000
     look()
     process.held, process.free = 1040, 60
@@ -49,7 +49,7 @@ def test_trimming_returns_free_memory_and_raises_the_limit(monkeypatch):
 
 
 def test_nothing_is_trimmed_if_the_resident_set_is_unknown(monkeypatch):
-    process, look = Process(monkeypatch), LittleHeld()
+    process, look = Process(monkeypatch), TrimOnGrowth()
     look()
     assert process.returned == 0
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import ort_accel
 from ort_accel.memory import process_memory, step_peaks
-from ort_accel.memory.step_peaks import MemoryWatch
+from ort_accel.memory.step_peaks import StepMemoryWatch
 from ort_accel.reporting import Report
 
 PHASES = ["before forward", "after forward", "after backward", "after step"]
@@ -71,7 +71,7 @@ def test_the_measured_peak_covers_saved_values():
 
 def test_steps_that_compile_are_not_measured():
     report = Report()
-    watch, model = MemoryWatch(report, lambda: None, prints=False), nn.Linear(2, 2)
+    watch, model = StepMemoryWatch(report, lambda: None, prints=False), nn.Linear(2, 2)
     for _ in range(5):
         watch.before_forward(model)
         report.counters["compilations"] += 1
@@ -84,7 +84,7 @@ def test_steps_that_compile_are_not_measured():
 
 def test_memory_that_steps_leave_in_a_pool_counts():
     report, pool = Report(), []
-    watch, model = MemoryWatch(report, pool.clear, prints=False), nn.Linear(2, 2)
+    watch, model = StepMemoryWatch(report, pool.clear, prints=False), nn.Linear(2, 2)
     for _ in range(step_peaks.FIRST_WITHOUT_COMPILING + 3):
         watch.before_forward(model)
         if not pool:
@@ -105,8 +105,8 @@ def test_the_process_peak_outlasts_a_reset():
     held = torch.ones(1 << 24)
     most = process_memory.resident("VmHWM")
     del held
-    assert process_memory.reset_peak()
-    assert process_memory.most_before_reset() >= most
+    assert process_memory.reset_high_water_mark()
+    assert process_memory.peak_before_reset() >= most
     assert process_memory.resident("VmHWM") < most
 
 

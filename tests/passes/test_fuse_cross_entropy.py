@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import ort_accel
-from ort_accel.passes.fuse_cross_entropy import JOINED, pooled_cross_entropy_gradient
+from ort_accel.passes.fuse_cross_entropy import CROSS_ENTROPY_BACKWARD, pooled_cross_entropy_gradient
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ def test_logits_with_another_reader_are_not_fused():
     assert not ort_accel.report(ours).counters["fused cross-entropy gradient"]
 
 
-@pytest.mark.parametrize("run", [JOINED, pooled_cross_entropy_gradient], ids=["plain", "pooled"])
+@pytest.mark.parametrize("run", [CROSS_ENTROPY_BACKWARD, pooled_cross_entropy_gradient], ids=["plain", "pooled"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
 @pytest.mark.parametrize("weight", [None, torch.arange(7.0)], ids=["", "weighted"])

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import ort_accel
-from ort_accel.passes.fuse_tied_embedding import ONTO, add_embedding_gradient, fuse_tied_embedding
+from ort_accel.passes.fuse_tied_embedding import EMBEDDING_BACKWARD_ONTO, add_embedding_gradient, fuse_tied_embedding
 from ort_accel.passes.options import PassOptions
 from tests.against_eager import assert_step_as_eager
 
@@ -35,7 +35,7 @@ def test_the_fused_operator_equals_the_sum(
     rest = (grad, ids, COUNT, padding, by_frequency)
     expected = base + aten.embedding_dense_backward.default(*rest)
     before = base.clone()
-    torch.testing.assert_close(ONTO(base, *rest), expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(EMBEDDING_BACKWARD_ONTO(base, *rest), expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(base, before), "an operator of a graph leaves its operands alone"
     found = add_embedding_gradient(base, *rest)
     assert found is base
@@ -89,7 +89,7 @@ def test_matching_sums_are_fused(name: str) -> None:
 def test_other_sums_are_not_fused(name: str) -> None:
     graph = traced(LEFT[name])
     assert fuse_tied_embedding(graph, PassOptions()) == 0
-    assert not graph.find_nodes(op="call_function", target=ONTO)
+    assert not graph.find_nodes(op="call_function", target=EMBEDDING_BACKWARD_ONTO)
 
 
 class Tied(nn.Module):

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ort_accel
 from ort_accel.kernels import attention_slim
-from ort_accel.kernels.attention_precision import BACKWARD, FORWARD, added
-from ort_accel.kernels.attention_slim import LEAN_BACKWARD, LEAN_FORWARD
+from ort_accel.kernels.attention_precision import FLASH_BACKWARD, FLASH_FORWARD, additive_mask
+from ort_accel.kernels.attention_slim import SLIM_BACKWARD, SLIM_FORWARD
 from tests.tiers import mostly_long
 
 COUNTER = "attention without repeated keys and needless masks"
@@ -85,14 +85,14 @@ def summed(grad, heads):
 def test_results_equal_those_with_the_mask(name, key_heads, dtype, told):
     mask, causal, given = MASKS[name]
     query, key, value, grad = operands(key_heads, dtype)
-    out, sums = LEAN_FORWARD(query, key, value, mask, False, 0.3)
-    grads = LEAN_BACKWARD(grad, query, key, value, out, sums, mask, False, 0.3)
+    out, sums = SLIM_FORWARD(query, key, value, mask, False, 0.3)
+    grads = SLIM_BACKWARD(grad, query, key, value, out, sums, mask, False, 0.3)
     assert told == [(causal, given)] * 2
 
     wide = [each.double() for each in (query, repeated(key), repeated(value), grad)]
-    whole = added(mask.expand(BATCH, 1, TOKENS, TOKENS), torch.float64)
-    expected, whole_sums = FORWARD(*wide[:3], attn_mask=whole, scale=0.3)
-    expected_grads = BACKWARD(wide[3], *wide[:3], expected, whole_sums, 0.0, False, attn_mask=whole, scale=0.3)
+    whole = additive_mask(mask.expand(BATCH, 1, TOKENS, TOKENS), torch.float64)
+    expected, whole_sums = FLASH_FORWARD(*wide[:3], attn_mask=whole, scale=0.3)
+    expected_grads = FLASH_BACKWARD(wide[3], *wide[:3], expected, whole_sums, 0.0, False, attn_mask=whole, scale=0.3)
     tolerance = {"rtol": 0, "atol": 40 * torch.finfo(dtype).eps}
     torch.testing.assert_close(out.double(), expected, equal_nan=True, **tolerance)
     assert out.dtype == dtype
@@ -105,7 +105,7 @@ def test_results_equal_those_with_the_mask(name, key_heads, dtype, told):
 def test_sequences_of_one_token_equal_those_with_the_mask(seen):
     query, key, value, _ = operands(2, torch.float32, tokens=1)
     mask = torch.full((1, 1, 1, 1), seen)
-    out, _ = LEAN_FORWARD(query, key, value, mask, False, None)
+    out, _ = SLIM_FORWARD(query, key, value, mask, False, None)
     expected = functional.scaled_dot_product_attention(query, repeated(key), repeated(value), attn_mask=mask)
     torch.testing.assert_close(out, expected, equal_nan=True)
 
@@ -113,7 +113,7 @@ def test_sequences_of_one_token_equal_those_with_the_mask(seen):
 def test_attention_with_fewer_queries_than_keys_is_not_causal():
     query, key, value, _ = operands(2, torch.float32)
     mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()[:4]
-    out, _ = LEAN_FORWARD(query[:, :, :4], key, value, mask, False, None)
+    out, _ = SLIM_FORWARD(query[:, :, :4], key, value, mask, False, None)
     expected = functional.scaled_dot_product_attention(query[:, :, :4], repeated(key), repeated(value), attn_mask=mask)
     torch.testing.assert_close(out, expected)
 

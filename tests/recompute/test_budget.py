@@ -40,14 +40,14 @@ def test_a_smaller_budget_recomputes_all_that_a_larger_one_does(monkeypatch):
     seen = []
 
     def noted(share, frontiers):
-        seen.append(budget.within(share, frontiers))
+        seen.append(budget.fit_budget(share, frontiers))
         return seen[-1]
 
-    monkeypatch.setattr(planner, "within", noted)
+    monkeypatch.setattr(planner, "fit_budget", noted)
     memory = one_step("gpt2", {"budget": 0.7}, ROWS)[1]
     [points] = seen
     assert [point.step.peak_bytes for point in points] == [peak.bytes for peak in memory.frontier]
-    chosen = [budget.within(share / 100, [iter(points)])[-1] for share in range(100, 69, -5)]
+    chosen = [budget.fit_budget(share / 100, [iter(points)])[-1] for share in range(100, 69, -5)]
     for larger, smaller in pairwise(chosen):
         assert larger.chosen.recomputed <= smaller.chosen.recomputed
         assert larger.cost_ms <= smaller.cost_ms

@@ -21,7 +21,7 @@ from ort_accel.kernels import host_copies
 from ort_accel.memory_records import PlanKind
 from ort_accel.observe.memory_table import render_memory
 from ort_accel.recompute import offload, offload_schedule, planner
-from ort_accel.recompute.budget import Chosen, frontier
+from ort_accel.recompute.budget import MemoryPlan, frontier
 from ort_accel.recompute.memory_pools import Moment
 from ort_accel.recompute.offload import OffloadSite
 from ort_accel.recompute.offload_schedule import (
@@ -69,7 +69,7 @@ def late(monkeypatch):
     """Let models on the CPU offload values of every size, as on a device whose memory pool is shared."""
     memory = LateMemory()
     monkeypatch.setattr(host_copies, "host_memory", lambda _: memory)
-    monkeypatch.setattr(settings, "place_for", lambda *_: device.Place(torch_memory=True))
+    monkeypatch.setattr(settings, "place_for", lambda *_: device.ExecutionDevice(torch_memory=True))
     monkeypatch.setattr(offload, "LEAST_BYTES", 1)
     return memory
 
@@ -80,16 +80,16 @@ def move_some(monkeypatch, share):
     def chosen(_, frontiers):
         [plain, _] = frontiers
         first = next(plain)
-        return [first, dataclasses.replace(first, chosen=Chosen(moved=frozenset(drawn[-1])))]
+        return [first, dataclasses.replace(first, chosen=MemoryPlan(moved=frozenset(drawn[-1])))]
 
-    class Drawn(planner.Movable):
+    class Drawn(planner.OffloadCandidates):
         def __init__(self, *how):
             super().__init__(*how)
             drawn.append(random.Random(len(self.values)).sample(list(self.values), int(share * len(self.values))))
 
     drawn = []
-    monkeypatch.setattr(planner, "within", chosen)
-    monkeypatch.setattr(planner, "Movable", Drawn)
+    monkeypatch.setattr(planner, "fit_budget", chosen)
+    monkeypatch.setattr(planner, "OffloadCandidates", Drawn)
 
 
 def losses_at_once(model, batch):

@@ -12,7 +12,7 @@ from ort_accel.compiler import settings
 from ort_accel.executor import torch_segment
 from ort_accel.kernels import embedding_backward, output_buffers
 from ort_accel.memory import malloc_settings
-from ort_accel.memory.malloc_settings import JOINING, joins_freed_blocks, keep_freed_blocks
+from ort_accel.memory.malloc_settings import COALESCING_TUNABLE, coalesces_freed_blocks, disable_trimming
 from ort_accel.memory.process_memory import in_use
 from ort_accel.recompute import planner
 from ort_accel.runtime.ort_pool import release_unused
@@ -60,7 +60,7 @@ def test_the_arena_holds_what_was_predicted(name, large):
 @pytest.mark.parametrize(("large", "in_pool"), [(32 << 10, True), (32 << 20, False)])
 def test_a_large_result_of_pytorch_counts_in_the_pool_that_holds_it(monkeypatch, large, in_pool):
     for room in (settings, embedding_backward, output_buffers, torch_segment):
-        monkeypatch.setattr(room, "LARGE", large)
+        monkeypatch.setattr(room, "POOL_LEAST_BYTES", large)
     seen, predict = [], planner.predict_step
     monkeypatch.setattr(planner, "predict_step", lambda *how: seen.append(predict(*how)) or seen[-1])
     model = nn.Sequential(nn.Embedding(3000, 64), nn.Linear(64, 1))
@@ -95,7 +95,7 @@ def test_a_level_leaves_nothing_unused_in_the_arena_after_the_backward():
 def take_again(results, variables):
     """Put whether the heap keeps freed memory, and the page faults of writing to as much of it again."""
     os.environ.update(variables)
-    kept = keep_freed_blocks()
+    kept = disable_trimming()
     results.put((kept, pages_written_again(2, 16, 2**22)))
 
 
@@ -112,7 +112,7 @@ def pages_written_again(rounds, count, size):
     ("version", "tunables", "joins", "gaps"),
     [
         ("glibc 2.36", "", False, True),
-        ("glibc 2.36", f"glibc.malloc.trim_threshold=1:{JOINING}", True, False),
+        ("glibc 2.36", f"glibc.malloc.trim_threshold=1:{COALESCING_TUNABLE}", True, False),
         ("glibc 2.36", "glibc.malloc.tcache_count=07", False, True),
         ("glibc 2.39", "", True, False),
         ("glibc 2.4", "", False, True),
@@ -122,9 +122,9 @@ def pages_written_again(rounds, count, size):
 def test_version_and_tunable_tell_if_freed_blocks_are_merged(version, tunables, joins, gaps, monkeypatch):
     monkeypatch.setattr(malloc_settings.os, "confstr", lambda _: version)
     monkeypatch.setenv("GLIBC_TUNABLES", tunables)
-    monkeypatch.setattr(malloc_settings, "joins_freed_blocks", joins_freed_blocks.__wrapped__)
-    assert joins_freed_blocks.__wrapped__() is joins
-    assert malloc_settings.leaves_gaps() is gaps
+    monkeypatch.setattr(malloc_settings, "coalesces_freed_blocks", coalesces_freed_blocks.__wrapped__)
+    assert coalesces_freed_blocks.__wrapped__() is joins
+    assert malloc_settings.fragments_heap() is gaps
 
 
 PAGES = 16 * 2**22 // 4096
@@ -152,7 +152,7 @@ ALL, LARGE_ONLY = (0, 0, True), (0, 32 << 20, False)
 
 @pytest.mark.parametrize(("level", "large", "lends"), mostly_long([ALL, LARGE_ONLY, (1, 0, False)], ALL, LARGE_ONLY))
 def test_large_gradients_lie_in_the_arena_unless_memory_is_saved(monkeypatch, level, large, lends):
-    monkeypatch.setattr(settings, "LARGE", large)
+    monkeypatch.setattr(settings, "POOL_LEAST_BYTES", large)
     model = accelerated("bert", {"level": level})
     step(model, **model_and_batch("bert", 2)[1])
     owners = {parameter.grad.untyped_storage().resizable() for parameter in model.parameters()}

@@ -13,22 +13,22 @@ from torch import Tensor, fx, nn
 from ort_accel.capture.dynamo import capturing
 from ort_accel.capture.forward_graph import Tracer
 from ort_accel.compiler.row_dispatch import hints, tables_of
-from ort_accel.row_skipping.batch_row_tables import Batch
+from ort_accel.row_skipping.batch_row_tables import BatchTables
 from ort_accel.row_skipping.pipeline import NothingToSkip, Proposal, propose, unread_outputs
-from ort_accel.row_skipping.row_demand import Wishes
+from ort_accel.row_skipping.row_demand import SkippableRows
 from tests.against_eager import ATOL, RTOL
 from tests.row_skipping.modules import padded
 
-EVERYTHING = Wishes()
+EVERYTHING = SkippableRows()
 
 
 class Rewritten:
     """Runs a module on the rows that are needed, and records graphs and batches."""
 
-    def __init__(self, module: nn.Module, wishes: Wishes = EVERYTHING, *, loss_only: bool = False) -> None:
+    def __init__(self, module: nn.Module, wishes: SkippableRows = EVERYTHING, *, loss_only: bool = False) -> None:
         self.module, self._wishes, self._loss_only = module, wishes, loss_only
         self.proposals: list[Proposal] = []
-        self.batches: list[Batch] = []
+        self.batches: list[BatchTables] = []
         self.graphs: list[fx.GraphModule] = []
         """The smaller graphs."""
         self.reasons: list[str] = []
@@ -91,7 +91,9 @@ class Rewritten:
         return run
 
 
-def rewritten(module: nn.Module, *inputs: Any, wishes: Wishes = EVERYTHING, loss_only: bool = False) -> Rewritten:
+def rewritten(
+    module: nn.Module, *inputs: Any, wishes: SkippableRows = EVERYTHING, loss_only: bool = False
+) -> Rewritten:
     """Returns a copy of a module that was compared with the module on one batch."""
     ours = Rewritten(copy.deepcopy(module), wishes, loss_only=loss_only)
     assert_as_eager(module, ours, *inputs)

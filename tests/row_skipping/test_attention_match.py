@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ort_accel.row_skipping.row_demand import Wishes
+from ort_accel.row_skipping.row_demand import SkippableRows
 from tests.row_skipping.modules import Attention, first_tokens, keys_of, low, padded
 from tests.row_skipping.rewritten import Rewritten, assert_as_eager, padding_left_out, rewritten
 
@@ -136,5 +136,5 @@ def test_a_scale_is_kept() -> None:
 
 
 def test_without_padding_all_keys_are_computed() -> None:
-    ours = rewritten(Attention(first_tokens, keys_of), *padded(2, 5, 9), wishes=Wishes(padding=False))
+    ours = rewritten(Attention(first_tokens, keys_of), *padded(2, 5, 9), wishes=SkippableRows(padding=False))
     assert ours.kept() == [(3, 27)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ort_accel.row_skipping.row_demand import Wishes
+from ort_accel.row_skipping.row_demand import SkippableRows
 from tests.row_skipping.rewritten import Rewritten, assert_as_eager, rewritten
 
 CLASSES = 9
@@ -108,7 +108,7 @@ def test_the_head_works_on_rows_with_a_label_only() -> None:
 
 
 def test_without_labels_feature_every_row_is_computed() -> None:
-    ours = rewritten(Head(LOSSES["mean"]), *batch(4, 8, 0.25), wishes=Wishes(labels=False))
+    ours = rewritten(Head(LOSSES["mean"]), *batch(4, 8, 0.25), wishes=SkippableRows(labels=False))
     assert ours.graphs == []
     assert "cross_entropy" in ours.reasons[0]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ort_accel.kernels.token_log_probs import token_scores
-from ort_accel.row_skipping.row_demand import Wishes
+from ort_accel.row_skipping.row_demand import SkippableRows
 from tests.row_skipping.modules import Attention, keys_of, padded
 from tests.row_skipping.rewritten import Rewritten, assert_as_eager, rewritten
 
@@ -70,7 +70,7 @@ def test_masked_tokens_with_other_readers_are_computed(pool: Pool) -> None:
 
 
 def test_without_padding_all_tokens_are_computed() -> None:
-    assert rewritten(Pooled(mean), *padded(2, 5, 9), wishes=Wishes(padding=False)).reasons
+    assert rewritten(Pooled(mean), *padded(2, 5, 9), wishes=SkippableRows(padding=False)).reasons
 
 
 class Scored(Attention):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ort_accel.row_skipping.pipeline import kinds_of
+from ort_accel.row_skipping.pipeline import row_sets_by_feature
 from tests.row_skipping.modules import Attention, first_tokens, keys_of, padded
 from tests.row_skipping.rewritten import Rewritten, rewritten
 
@@ -52,7 +52,10 @@ def test_without_gradients_all_outputs_are_computed() -> None:
 
 def test_each_set_belongs_to_the_feature_that_makes_it_small() -> None:
     ours = rewritten(Attention(first_tokens, keys_of), *padded(2, 5, 9))
-    kinds = {name: [ours.kept()[rows.number] for rows in sets] for name, sets in kinds_of(ours.proposal.plan).items()}
+    kinds = {
+        name: [ours.kept()[rows.number] for rows in sets]
+        for name, sets in row_sets_by_feature(ours.proposal.plan).items()
+    }
     assert kinds == {"density.labels": [], "density.padding": [(16, 27)], "compute.upstream": [(3, 27)]}
 
 

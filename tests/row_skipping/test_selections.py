@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ort_accel.row_skipping.row_demand import Wishes
+from ort_accel.row_skipping.row_demand import SkippableRows
 from tests.row_skipping.modules import Attention, first_tokens, keys_of, padded
 from tests.row_skipping.rewritten import Rewritten, assert_as_eager, rewritten
 
@@ -114,13 +114,13 @@ def test_other_selections_compute_all_tokens(read: Callable[[Tensor], Tensor]) -
 
 
 def test_without_upstream_every_token_is_computed() -> None:
-    ours = rewritten(Body(lambda x: x[:, 0]), torch.randn(3, 7, WIDTH), wishes=Wishes(upstream=False))
+    ours = rewritten(Body(lambda x: x[:, 0]), torch.randn(3, 7, WIDTH), wishes=SkippableRows(upstream=False))
     assert len(ours.reasons) == 1
     assert ours.graphs == []
 
 
 def test_queries_of_attention_are_those_that_are_read() -> None:
-    ours = rewritten(Attention(first_tokens, keys_of), *padded(2, 5, 9), wishes=Wishes(padding=False))
+    ours = rewritten(Attention(first_tokens, keys_of), *padded(2, 5, 9), wishes=SkippableRows(padding=False))
     assert ours.kept() == [(3, 27)]
     last = [n for n in ours.graph.nodes if "linear" in str(n.target)][-1]
     assert last.meta["val"].shape[0] == 3

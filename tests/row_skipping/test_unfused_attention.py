@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ort_accel.row_skipping.row_demand import Wishes
+from ort_accel.row_skipping.row_demand import SkippableRows
 from ort_accel.row_skipping.row_sets import AllRows
 from tests.row_skipping.modules import Attention, first_tokens, low, padded
 from tests.row_skipping.rewritten import Rewritten, assert_as_eager, padding_left_out, rewritten
@@ -248,5 +248,5 @@ def test_a_query_without_keys_is_computed_as_in_eager_mode() -> None:
 
 
 def test_without_padding_all_keys_are_computed() -> None:
-    ours = rewritten(WrittenOut(SKIPPING["filled"]), *padded(2, 5, 9), wishes=Wishes(padding=False))
+    ours = rewritten(WrittenOut(SKIPPING["filled"]), *padded(2, 5, 9), wishes=SkippableRows(padding=False))
     assert ours.kept() == [(3, 27)]

@@ -14,7 +14,7 @@ import torch
 import ort_accel
 from ort_accel.reporting import Reason, Report
 from ort_accel.runtime import crash_journal
-from ort_accel.runtime.crash_journal import CrashJournal, EndedBefore
+from ort_accel.runtime.crash_journal import CrashedBefore, CrashJournal
 from ort_accel.runtime.crash_page import detach_pages
 from ort_accel.runtime.lock_files import FOREIGN_SECONDS, machine
 from ort_accel.runtime.model_cache import ModelKeys
@@ -178,7 +178,7 @@ def test_a_file_of_another_machine_counts_after_an_hour(tmp_path):
     assert report.notes == []
     hour_ago = time.time() - FOREIGN_SECONDS - 1
     os.utime(path, (hour_ago, hour_ago))
-    with pytest.raises(EndedBefore, match="2 runs ended"):
+    with pytest.raises(CrashedBefore, match="2 runs ended"):
         CrashJournal(tmp_path, KEYS, report).attempt(b"model", "part")
 
 
@@ -241,5 +241,5 @@ def test_a_crash_counts_even_if_its_marker_cannot_be_written(disk):
     (folder / crash_journal.FOLDER / f"running.{machine()}.12").write_bytes(f"{later}.2".encode().ljust(4096, b"\0"))
     disk("remount,ro")
     for model in (b"model", b"another model"):
-        with pytest.raises(EndedBefore):
+        with pytest.raises(CrashedBefore):
             CrashJournal(folder, KEYS, Report()).attempt(model, "part")

@@ -8,12 +8,12 @@ import torch
 
 from ort_accel.lowering.onnx_graph import OnnxGraph
 from ort_accel.runtime import cuda
-from ort_accel.runtime.device import Place
+from ort_accel.runtime.device import ExecutionDevice
 from ort_accel.runtime.dlpack import to_ort
 from ort_accel.runtime.session import Session, SessionSettings
 from tests.pretend_cuda import REAL_ORT_DEVICE, Stream
 
-ONE, SHARED = Place("cuda", 0), Place("cuda", 0, torch_memory=True)
+ONE, SHARED = ExecutionDevice("cuda", 0), ExecutionDevice("cuda", 0, torch_memory=True)
 
 
 def model():
@@ -48,7 +48,7 @@ def test_with_pytorchs_allocator_the_provider_gets_no_stream(cuda_device):
 
 
 def test_options_of_the_configuration_come_last(cuda_device):
-    session(Place("cuda", 0, (("arena_extend_strategy", "kNextPowerOfTwo"), ("use_tf32", "0"))))
+    session(ExecutionDevice("cuda", 0, (("arena_extend_strategy", "kNextPowerOfTwo"), ("use_tf32", "0"))))
     assert options_of(cuda_device)["arena_extend_strategy"] == "kNextPowerOfTwo"
     assert options_of(cuda_device)["use_tf32"] == "0"
 
@@ -129,7 +129,7 @@ def test_the_allocator_returns_null_without_memory(monkeypatch):
 
 
 def test_results_are_allocated_on_the_device():
-    found = REAL_ORT_DEVICE(Place("cuda", 2))
+    found = REAL_ORT_DEVICE(ExecutionDevice("cuda", 2))
     assert (found.device_id(), found.device_type()) == (2, found.cuda())
 
 

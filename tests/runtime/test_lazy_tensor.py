@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ort_accel.runtime.lazy_tensor import UnreadTensor, read_all
+from ort_accel.runtime.lazy_tensor import LazyTensor, compute_all
 
 
 class Computed:
@@ -31,8 +31,8 @@ def computed() -> Computed:
 
 
 @pytest.fixture
-def unread(computed: Computed) -> UnreadTensor:
-    return UnreadTensor((2, 3), torch.float32, torch.device("cpu"), computed, requires_grad=True)
+def unread(computed: Computed) -> LazyTensor:
+    return LazyTensor((2, 3), torch.float32, torch.device("cpu"), computed, requires_grad=True)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def unread(computed: Computed) -> UnreadTensor:
     ],
 )
 def test_metadata_of_a_lazy_tensor_computes_nothing(
-    unread: UnreadTensor, computed: Computed, question: Callable[[Tensor], bool]
+    unread: LazyTensor, computed: Computed, question: Callable[[Tensor], bool]
 ) -> None:
     assert question(unread)
     assert computed.times == 0
@@ -80,20 +80,20 @@ def test_metadata_of_a_lazy_tensor_computes_nothing(
     ],
 )
 def test_any_other_operation_gives_the_result_of_the_computed_tensor(
-    unread: UnreadTensor, computed: Computed, use: Callable[[Tensor], object]
+    unread: LazyTensor, computed: Computed, use: Callable[[Tensor], object]
 ) -> None:
-    got, wanted = read_all(use(unread)), use(computed())
+    got, wanted = compute_all(use(unread)), use(computed())
     assert str(got) == str(wanted)
     assert computed.times == 2, "once for each side"
 
 
-def test_a_lazy_tensor_is_computed_once(unread: UnreadTensor, computed: Computed) -> None:
+def test_a_lazy_tensor_is_computed_once(unread: LazyTensor, computed: Computed) -> None:
     assert torch.equal(unread + unread, computed.leaf * 4)
     assert unread.sum() == 30
     assert computed.times == 1
 
 
-def test_a_clone_of_a_lazy_tensor_is_made_at_once(unread: UnreadTensor, computed: Computed) -> None:
+def test_a_clone_of_a_lazy_tensor_is_made_at_once(unread: LazyTensor, computed: Computed) -> None:
     """Whoever clones it wants it as it is now."""
     copy_of_it = unread.clone()
     assert type(copy_of_it) is Tensor
@@ -101,7 +101,7 @@ def test_a_clone_of_a_lazy_tensor_is_made_at_once(unread: UnreadTensor, computed
     assert torch.equal(copy_of_it, computed.leaf * 2)
 
 
-def test_a_cast_keeps_its_values_when_its_source_is_written_later(unread: UnreadTensor, computed: Computed) -> None:
+def test_a_cast_keeps_its_values_when_its_source_is_written_later(unread: LazyTensor, computed: Computed) -> None:
     cast, look = unread.double(), unread.detach()
     unread.detach().zero_()
     assert torch.equal(cast, (computed.leaf * 2).double())
@@ -110,20 +110,20 @@ def test_a_cast_keeps_its_values_when_its_source_is_written_later(unread: Unread
 
 @pytest.mark.parametrize("cast", [Tensor.float, Tensor.double, Tensor.clone])
 def test_gradients_flow_to_the_inputs_of_a_lazy_tensor(
-    unread: UnreadTensor, computed: Computed, cast: Callable[[Tensor], Tensor]
+    unread: LazyTensor, computed: Computed, cast: Callable[[Tensor], Tensor]
 ) -> None:
     cast(unread).sum().backward()
     assert torch.equal(computed.leaf.grad, torch.full((2, 3), 2.0))
 
 
-def test_an_in_place_change_is_read_later(unread: UnreadTensor) -> None:
+def test_an_in_place_change_is_read_later(unread: LazyTensor) -> None:
     values = unread.detach()
     values[0] = -1
     values.mul_(2)
     assert values.tolist() == [[-2, -2, -2], [12, 16, 20]]
 
 
-def test_a_lazy_tensor_is_saved_and_copied_as_the_computed_tensor(unread: UnreadTensor, computed: Computed) -> None:
+def test_a_lazy_tensor_is_saved_and_copied_as_the_computed_tensor(unread: LazyTensor, computed: Computed) -> None:
     file = io.BytesIO()
     torch.save({"logits": unread.detach()}, file)
     file.seek(0)
@@ -133,7 +133,7 @@ def test_a_lazy_tensor_is_saved_and_copied_as_the_computed_tensor(unread: Unread
     assert torch.equal(copy.deepcopy(unread.detach()), computed.leaf * 2)
 
 
-def test_torch_compile_accepts_a_lazy_tensor(unread: UnreadTensor, computed: Computed) -> None:
+def test_torch_compile_accepts_a_lazy_tensor(unread: LazyTensor, computed: Computed) -> None:
     @torch.compile(backend="aot_eager")
     def double(x: Tensor) -> Tensor:
         return x.sin() * 2
@@ -141,7 +141,7 @@ def test_torch_compile_accepts_a_lazy_tensor(unread: UnreadTensor, computed: Com
     assert torch.equal(double(unread), (computed.leaf * 2).sin() * 2)
 
 
-def test_a_computed_tensor_releases_its_inputs(unread: UnreadTensor) -> None:
+def test_a_computed_tensor_releases_its_inputs(unread: LazyTensor) -> None:
     unread.read()
     assert unread._compute is None
 
@@ -150,6 +150,6 @@ def test_an_error_of_the_computation_reaches_the_reader() -> None:
     def fail() -> Tensor:
         raise RuntimeError("the weights have changed")
 
-    lost = UnreadTensor((2, 3), torch.float32, torch.device("cpu"), fail)
+    lost = LazyTensor((2, 3), torch.float32, torch.device("cpu"), fail)
     with pytest.raises(RuntimeError, match="the weights have changed"):
         lost.sum()

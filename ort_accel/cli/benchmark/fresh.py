@@ -25,7 +25,7 @@ import ort_accel.engine  # noqa: F401  # imported now, so as not to be measured
 from ort_accel.cli.benchmark import contenders
 from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
 from ort_accel.config import Config, load_config
-from ort_accel.memory.process_memory import MostInUse, in_use, reset_peak, resident
+from ort_accel.memory.process_memory import AllocationSampler, in_use, reset_high_water_mark, resident
 
 Figures = dict[str, float | str | None]
 """Figures of a contender by name, or its error under `error`."""
@@ -89,15 +89,15 @@ def most_memory(name: str, workload: Workload, config: Config) -> Figures:
     _prepared_step(name, build(tiny), batch_of(tiny), workload.precision, config)
     model, batch = build(workload), batch_of(workload)
     begin, used = resident(), in_use()
-    reset_peak()
+    reset_high_water_mark()
     _prepared_step(name, model, batch, workload.precision, config)
     first = resident("VmHWM")
     for number in range(1 + LATER_STEPS):
         if number == 1:
-            reset_peak()
+            reset_high_water_mark()
         _later_step(model, batch, workload)
     later = resident("VmHWM")
-    looking = MostInUse()
+    looking = AllocationSampler()
     _later_step(model, batch, workload)
     return {
         "first_step_mib": _mebibytes_between(begin, first),

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ort_accel.lowering.onnx_graph import HALVES, Input, NotLowerable, OnnxGraph, Operand, Value
+from ort_accel.lowering.onnx_graph import HALF_DTYPES, Input, NotLowerable, OnnxGraph, Operand, Value
 from ort_accel.lowering.ops.norms import by_channel, inverse_root, mean_over, one_dtype, standardized_gradient, sum_over
 from ort_accel.lowering.ops.reductions import not_empty
 from ort_accel.lowering.registry import Lowering, lowers
@@ -24,7 +24,7 @@ def _rounded_once(lowering: Lowering) -> Lowering:
 
     @wraps(lowering)
     def wide(graph: OnnxGraph, *args: Any) -> Any:
-        if not any(isinstance(item, Operand) and item.dtype in HALVES for item in args):
+        if not any(isinstance(item, Operand) and item.dtype in HALF_DTYPES for item in args):
             return lowering(graph, *args)
         results = lowering(graph, *(_in_single(graph, item) if isinstance(item, Operand) else item for item in args))
         promised = zip(results, graph.result, strict=True)

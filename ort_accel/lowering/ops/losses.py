@@ -80,13 +80,13 @@ def nll_loss_backward(
     total_weight: Operand,
 ) -> Value:
     labels = Labels(graph, scores, target, ignore_index)
-    updates = graph.op("Neg", shares(graph, labels, grad, weight, reduction, total_weight))
+    updates = graph.op("Neg", label_gradients(graph, labels, grad, weight, reduction, total_weight))
     zeros = graph.op("Expand", graph.scalar(0, scores.dtype), graph.sizes(scores.shape))
     places = labels.along_classes(labels.places)
     return graph.op("ScatterElements", zeros, places, labels.along_classes(updates), axis=labels.axis)
 
 
-def shares(
+def label_gradients(
     graph: OnnxGraph, labels: Labels, grad: Operand, weight: Operand | None, reduction: int, total_weight: Operand
 ) -> Value:
     """Return the part of the loss's gradient that each label gets: zero where it is ignored."""
