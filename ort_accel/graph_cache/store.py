@@ -34,7 +34,7 @@ PROCESS_COUNTERS = ("compilations", "cache hits", "cache misses", MADE)
 
 LIST_FIELDS, MAP_FIELDS, COUNTER_FIELDS = (
     ("segments", "races", "notes"),
-    ("features", "memory", "_places"),
+    ("features", "memory", "_lines"),
     ("counters", "_fallbacks"),
 )
 
