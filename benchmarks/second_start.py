@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from ort_accel.cli.benchmark import machine
+
 LAYERS = 12
 
 
@@ -105,7 +107,8 @@ def main() -> None:
     if arguments.one:
         one_start(*arguments.one)
         return
-    found = {}
+    found: dict[str, Any] = {}
+    record = {"machine": machine.facts(torch.get_num_threads()), "found": found}
     for name in arguments.models:
         with tempfile.TemporaryDirectory() as folder:
             first, *later = (start(name, folder) for _ in range(1 + arguments.starts))
@@ -119,7 +122,7 @@ def main() -> None:
             flush=True,
         )
         if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+            arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ from accelerate.state import is_initialized
 from accelerate.utils import TorchDynamoPlugin
 
 from ort_accel.config import Config, load_config
+from ort_accel.config.load import ConfigSource
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.accelerate_hooks import hook_accelerators
-from ort_accel.hf.activation import CONFIG_VARIABLE, ConfigSource, usable_config
+from ort_accel.hf.activation import CONFIG_VARIABLE, usable_config
 
 
 class ORTAccelPlugin(TorchDynamoPlugin):  # type: ignore[misc]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -13,7 +12,8 @@ import ort_accel
 from ort_accel import engine
 from ort_accel.compiler.module_call import ModelCall
 from ort_accel.compiler.refusals import refuse_unsupported
-from ort_accel.config import Config, load_config
+from ort_accel.config import Config
+from ort_accel.config.load import ConfigSource, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.fused_head import write_out_heads
 from ort_accel.reporting import Report
@@ -21,9 +21,6 @@ from ort_accel.zero3 import accelerate_partitioned, is_partitioned, zero_optimiz
 
 if TYPE_CHECKING:
     from torch import nn
-
-ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
-"""A YAML file, its content as a dict, a `Config`, or None for the defaults."""
 
 CONFIG_VARIABLE = "ORT_ACCEL_CONFIG"
 """The environment variable that names the YAML file for a script that names none."""

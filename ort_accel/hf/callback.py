@@ -10,9 +10,10 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 import ort_accel
 from ort_accel.config import Config
+from ort_accel.config.load import ConfigSource
 from ort_accel.engine import call_of, foresee, inspector_of, report_file_of
 from ort_accel.errors import OrtAccelError
-from ort_accel.hf.activation import ConfigSource, activate, report_of, usable_config
+from ort_accel.hf.activation import activate, report_of, usable_config
 from ort_accel.hf.batch_shapes import shapes_of_batches
 from ort_accel.hf.companions import accelerate_companion
 from ort_accel.hf.load_balancing import record_load_balancing

@@ -8,8 +8,9 @@ from torch.utils.data import Dataset, Sampler
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 from ort_accel.config import Config
+from ort_accel.config.load import ConfigSource
 from ort_accel.errors import OrtAccelError
-from ort_accel.hf.activation import ConfigSource, usable_config
+from ort_accel.hf.activation import usable_config
 from ort_accel.hf.callback import ORTAccelCallback
 from ort_accel.hf.load_balancing import load_balanced_order
 from ort_accel.hf.optimizer import BuildsOptimizer
