@@ -30,7 +30,7 @@ class Plan:
     """ONNX operators in topological order, each followed by `+`."""
     kind: PlanKind
     count: int
-    """How many of the places, from the first one on; -1 takes all."""
+    """The number of places, counted from the first one; -1 takes all."""
 
     @classmethod
     def parse(cls, text: str) -> Plan:

@@ -165,7 +165,7 @@ class ResultBuffers:
 
 @dataclass(frozen=True)
 class Fallback:
-    """How a segment goes on when ONNX Runtime fails at it."""
+    """The way on for a segment after ONNX Runtime failed at it."""
 
     run: Run
     """Runs the same nodes in PyTorch."""

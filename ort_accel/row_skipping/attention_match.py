@@ -23,7 +23,7 @@ class Operand(NamedTuple):
     reader: fx.Node
     node: fx.Node
     dims: Dims
-    """Where the rows lie: [batch, heads, length, width], or the last two in the other order."""
+    """The order of the dimensions: [batch, heads, length, width], or the last two in the other order."""
     is_query: bool
 
 

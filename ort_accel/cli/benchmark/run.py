@@ -30,7 +30,7 @@ class Result:
     machine: Facts
     times: dict[str, Times] = field(default_factory=dict)
     ratios: dict[str, Ratio] = field(default_factory=dict)
-    """How many times longer each other contender's step takes than that of ort_accel."""
+    """The factor by which each other contender's step is longer than that of ort_accel."""
     fresh: dict[str, Figures] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
     """Contenders whose loss or gradients are not eager's; they get no figures."""
@@ -73,7 +73,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure."""
+    """The amount of measuring."""
 
     steps: int = 15
     warmup: int = 3

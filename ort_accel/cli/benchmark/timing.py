@@ -29,7 +29,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times longer one contender takes than another, with the interval that 95 of 100 resamplings fall in."""
+    """The factor by which one contender takes longer than another, and its interval from 95 of 100 resamplings."""
 
     ratio: float
     low: float
