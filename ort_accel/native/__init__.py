@@ -1,0 +1,1 @@
+"""The native library: kernels in C++, and the custom operators by which ONNX Runtime calls them and PyTorch's."""

@@ -1,0 +1,64 @@
+// The table of kernels, by name and instruction set, and its C interface, by which tests and Python call kernels alone.
+#include <cstring>
+#include <map>
+#include <string>
+
+#include "kernels/kernel.h"
+
+namespace ort_accel {
+namespace {
+
+constexpr int LEVELS = 3;
+
+struct Variants {
+  void* by_level[LEVELS] = {};
+};
+
+std::map<std::string, Variants>& table() {
+  static std::map<std::string, Variants> kernels;
+  return kernels;
+}
+
+int best_level() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return has_avx2 ? (has_avx512 ? 2 : 1) : 0;
+#else
+  return 0;
+#endif
+}
+
+void* variant(const char* name, int level) {
+  const auto found = table().find(name);
+  if (found == table().end()) return nullptr;
+  for (int at = level; at >= 0; --at) {
+    if (found->second.by_level[at]) return found->second.by_level[at];
+  }
+  return nullptr;
+}
+
+void run_serially(int64_t count, int64_t, Range run, void* context) { run(0, count, context); }
+
+}  // namespace
+
+void (*run_in_parallel)(int64_t, int64_t, Range, void*) = run_serially;
+
+KernelEntry::KernelEntry(const char* name, int level, void* function) { table()[name].by_level[level] = function; }
+
+void* find_kernel(const char* name) {
+  static const int level = best_level();
+  return variant(name, level);
+}
+
+}  // namespace ort_accel
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+/// The best instruction set of this processor: 0 baseline, 1 AVX2 with FMA, 2 AVX-512.
+EXPORT int ort_accel_level() { return ort_accel::best_level(); }
+
+/// A kernel's address in the variant of a level, or of the next lower one; null if there is no such kernel.
+EXPORT void* ort_accel_kernel(const char* name, int level) { return ort_accel::variant(name, level); }
