@@ -82,6 +82,11 @@ class Lowering:
         self.change(**_session_fields(settings, self.report))
 
 
+def _calls_pytorch(settings: Settings) -> bool:
+    is_wished = settings.config.compute.native is not False
+    return is_wished and not settings.place.is_cuda and native_library() is not None
+
+
 class _SessionFields(TypedDict):
     """The fields of `Lowering` that depend on the settings of sessions."""
 
@@ -106,9 +111,7 @@ def lowering_for(
         failed=failed,
         trim_memory=trim_memory,
         for_speed=config.compute.placement != "onnxruntime",
-        calls_pytorch=config.compute.native is not False
-        and native_library() is not None
-        and not settings.place.is_cuda,
+        calls_pytorch=_calls_pytorch(settings),
         passes=settings.passes,
         copies=_weight_copies(settings, report),
         leaves=GradientRelease(report) if releases_early else None,

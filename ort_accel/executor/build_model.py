@@ -115,7 +115,7 @@ class _Builder:
         )
 
     def _write(self, node: fx.Node) -> None:
-        """Writes a node that computes something; constants, views and parts of results are written when they are read."""
+        """Writes a node that computes something. Constants, views and parts of results come when they are read."""
         if node.op == "get_attr" or is_getitem(node) or is_view(node):
             return
         if node not in self._called:

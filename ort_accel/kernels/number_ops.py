@@ -1,6 +1,6 @@
-"""Copies of PyTorch's operators that take each number with its type, since the C interface passes no untyped numbers.
+"""Copies of PyTorch's operators with typed numbers, since its C interface passes no numbers of any type.
 
-`aten.add.Tensor`, whose `alpha` is a number of any type, becomes `ort_accel_numbers.aten__add__Tensor__float` where alpha
+`aten.add.Tensor`, whose `alpha` may be of any type, becomes `ort_accel_numbers.aten__add__Tensor__float` where alpha
 is a real number. The name says how the operator is defined, so that another process can define it again.
 """
 

@@ -77,6 +77,9 @@ TAKES_TENSORS: dict[OpOverload[..., Any], OpOverload[..., Any]] = {
 }
 """Overloads with a tensor in place of a number of any type, which the C interface cannot pass."""
 
+RESIZE_OUTPUTS = {aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy}
+"""Operators that write a larger result into the given tensor before they reduce it."""
+
 PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 """Operators with functions of their own in the C interface, which take numbers."""
 
@@ -123,10 +126,11 @@ def _kinds(kind: Any) -> Iterator[str]:
 
 
 def _tensor_problem(node: fx.Node) -> str:
-    for tensor in fakes_in([item.meta.get("val") for item in node.all_input_nodes]) + fakes_in(node.meta["val"]):
-        if tensor.dtype not in DTYPES or tensor.device.type != "cpu":
-            return f"a tensor of {tensor.dtype} on {tensor.device}"
-    return ""
+    results = fakes_in(node.meta.get("val"))
+    for tensor in fakes_in([item.meta.get("val") for item in node.all_input_nodes]) + results:
+        if tensor.dtype not in DTYPES or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}"
+    return "" if results else "it returns no tensor"
 
 
 @cache
@@ -187,7 +191,7 @@ class CallWriter:
         target = TAKES_TENSORS.get(node.target, node.target)
         if target not in PRODUCTS and _numbers(target):
             return target, None
-        found = out_overload(target)
+        found = None if target.overloadpacket in RESIZE_OUTPUTS else out_overload(target)
         return (target, None) if found is None else found
 
     def _name(self, node: fx.Node, target: OpOverload[..., Any]) -> tuple[str, str]:
@@ -205,7 +209,7 @@ class CallWriter:
         assert isinstance(node.target, OpOverload)
         if argument.name == out:
             return _OUTPUT
-        own = [item for item in node.target._schema.arguments]
+        own = list(node.target._schema.arguments)
         names = [item.name for item in TAKES_TENSORS.get(node.target, node.target)._schema.arguments]
         position = names.index(argument.name)
         if position < len(node.args):
@@ -349,7 +353,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _number(value: Any) -> list[int]:
-    """Returns a number in place of a tensor: a tensor without dimensions, so that it does not change the result's type."""
+    """Returns a number in place of a tensor: without dimensions, so that it does not change the type of the result."""
     if isinstance(value, bool):
         return [NUMBER, DTYPE_CODES[torch.bool], int(value)]
     if isinstance(value, int):

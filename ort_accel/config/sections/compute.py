@@ -95,7 +95,8 @@ class Compute(Section):
     Runtime run all it can. `tuning` measures each graph on its real sizes instead."""
 
     native: Switch = False
-    """Let ONNX Runtime run whole graphs, with kernels of ort_accel's native library and calls of PyTorch's operators."""
+    """Let ONNX Runtime run whole graphs: operators that it lacks, or runs slower, are calls of PyTorch's operators from
+    within its session (cpu only). Needs the native library."""
 
     fusions: Switch = "auto"
     """Join neighbouring operators into one kernel. `auto` joins where that was measured to be faster; `false` helps to
