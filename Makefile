@@ -28,6 +28,7 @@ setup: .venv/.ready .venv-inference/.ready native ## Both environments, at the l
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --constraint $(LOCK) pip scikit-build-core setuptools
 	$(@D)/bin/python -m pip install --quiet --constraint $(LOCK) --no-build-isolation $(WITHOUT_LIBRARY) --editable '.[$(if $(findstring inference,$@),cpu,training),$(EXTRAS)]'
+	echo "$(CURDIR)" > $(@D)/lib/python3*/site-packages/_editable_skbc_ort_accel.pth # no import hook: PYTHONPATH comes first
 	touch $@
 
 .venv-inference-newer/.ready: pyproject.toml $(LOCK)
@@ -37,6 +38,7 @@ setup: .venv/.ready .venv-inference/.ready native ## Both environments, at the l
 	touch $@
 
 native: $(DEVELOPED)/.ready ## The native library, beside its Python code; without a C++ compiler all works without it
+	@mkdir -p build
 	@if test -f build/native/build.ninja || $(IN_BUILD) cmake -S cmake -B build/native -G Ninja > build/native.log 2>&1; \
 	then $(IN_BUILD) cmake --build build/native --target ort_accel; \
 	else rm -rf build/native; echo "There is no native library, because CMake finds no working C++ compiler; build/native.log has its words" >&2; fi

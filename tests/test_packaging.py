@@ -63,9 +63,16 @@ def test_with_a_compiler_one_wheel_is_for_every_python(tmp_path):
     assert not has_sources(found)
 
 
-def test_an_editable_installation_leaves_it_to_the_path_which_checkout_is_imported(tmp_path):
+def test_an_editable_installation_adds_the_checkout_to_the_path_and_another_one_may_come_first(tmp_path):
     made = built("editable", tmp_path, {"wheel.cmake": "false"})
     assert not [name for name in names(made) if name.startswith("ort_accel/")]
     with zipfile.ZipFile(made) as file:
-        path_file = file.read("_editable_skbc_ort_accel.pth").decode()
-    assert str(ROOT) in path_file.splitlines()
+        assert str(ROOT) in file.read("_editable_skbc_ort_accel.pth").decode().splitlines()
+    other = tmp_path / "ort_accel/__init__.py"
+    other.parent.mkdir()
+    other.touch()
+    code = "import ort_accel; print(ort_accel.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}
+    )
+    assert done.stdout.strip() == str(other)

@@ -115,11 +115,18 @@ def missing_reason(lie_at, path: Path) -> str:
     return native_status().missing
 
 
-def test_a_checkout_without_the_library_is_told_to_make_it(lie_at, tools):
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """The folder of a checkout in which the library was not built."""
+    for name in ("Makefile", "pyproject.toml"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def test_a_checkout_without_the_library_is_told_to_make_it(lie_at, tools, checkout):
     tools("g++")
-    root = Path(ort_accel.__file__).parents[1]
-    found = missing_reason(lie_at, LIBRARY_FILE.with_name("no_such_library.so"))
-    assert found == f"it was not built when ort_accel was installed; build it with `make -C {root} native`"
+    found = missing_reason(lie_at, checkout / "ort_accel/native/libort_accel.so")
+    assert found == f"it was not built when ort_accel was installed; build it with `make -C {checkout} native`"
 
 
 @pytest.mark.parametrize(
@@ -144,15 +151,15 @@ def test_an_installed_package_without_the_library_is_told_to_install_it_again(
 @pytest.mark.parametrize(
     ("tool", "said"),
     [
-        ("apt-get", "; `sudo apt-get install -y g++ && make -C "),
-        ("dnf", "; `sudo dnf install -y gcc-c++ && make -C "),
-        ("pacman", "; install one, and then `make -C "),
+        ("apt-get", "`sudo apt-get install -y g++ && make"),
+        ("dnf", "`sudo dnf install -y gcc-c++ && make"),
+        ("pacman", "install one, and then `make"),
     ],
 )
-def test_without_a_compiler_that_is_installed_first(tool, said, lie_at, tools):
+def test_without_a_compiler_that_is_installed_first(tool, said, lie_at, tools, checkout):
     tools(tool)
-    found = missing_reason(lie_at, LIBRARY_FILE.with_name("no_such_library.so"))
-    assert found.startswith(f"it was not built, since there is no C++17 compiler{said}")
+    found = missing_reason(lie_at, checkout / "ort_accel/native/libort_accel.so")
+    assert found == f"it was not built, since there is no C++17 compiler; {said} -C {checkout} native`"
 
 
 def test_a_library_that_does_not_load_is_said_in_the_loaders_words(lie_at, tmp_path):
