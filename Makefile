@@ -46,7 +46,7 @@ native: $(DEVELOPED)/.ready ## The native library, beside its Python code; witho
 wheel: .venv/.ready ## One wheel for every Python into dist/, and a trial of it in a bare environment without a compiler
 	rm -rf build/wheel build/bare
 	.venv/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
-	$(IN_BUILD) auditwheel --quiet repair --wheel-dir dist build/wheel/ort_accel-*-linux_*.whl
+	$(IN_BUILD) auditwheel repair --wheel-dir dist build/wheel/ort_accel-*-linux_*.whl
 	$(PYTHON) -m venv build/bare
 	build/bare/bin/python -m pip install --quiet --no-deps --no-index "$$(ls -t dist/*.whl | head -1)"
 	env -i PATH=$(CURDIR)/build/bare/bin build/bare/bin/python -I .ci/try_wheel.py
