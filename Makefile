@@ -58,7 +58,7 @@ sanitize: .venv/.ready ## The native library's tests, with its address and undef
 	cp build/sanitize/libort_accel.so build/sanitized/ort_accel/native
 	cd build/sanitized && PYTHONPATH=. LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
-	  $(CURDIR)/.venv/bin/python -m pytest tests/native
+	  $(CURDIR)/.venv/bin/python -m pytest -s tests/native
 
 demo: .venv/.ready ## Fine-tune a small BERT on film reviews, eager PyTorch beside ort_accel
 	.venv/bin/python examples/hf/run_classification.py --compare_eager
