@@ -89,9 +89,10 @@ def test_a_kernel_runs_in_every_variant(level):
     if level > native_library().ort_accel_level():
         pytest.skip("this processor lacks the instructions")
     pack_bits = kernel("pack_bits", ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, level=level)
-    bits = (ctypes.c_uint8 * 2)()
-    pack_bits((ctypes.c_uint8 * 11)(1, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1), 11, bits)
-    assert list(bits) == [0b10000001, 0b110]
+    truth = [index % 3 == 0 for index in range(187)]
+    bits = (ctypes.c_uint8 * 24)()
+    pack_bits((ctypes.c_uint8 * len(truth))(*truth), len(truth), bits)
+    assert [bits[at // 8] >> at % 8 & 1 for at in range(192)] == [*truth, *[0] * 5]
 
 
 @needs_library
