@@ -11,7 +11,7 @@ DEVELOPED := $(if $(IS_NEWER),.venv-inference-newer,.venv)
 IN_BUILD := PATH="$(CURDIR)/$(DEVELOPED)/bin:$$PATH"
 WITHOUT_LIBRARY := --config-settings wheel.cmake=false
 TEAM := -n 2 --dist worksteal
-ON_BOTH := $(addprefix tests/,autotune executor graph kernels lowering memory operators partition passes runtime engine/test_training.py)
+ON_BOTH := $(addprefix tests/,autotune executor graph kernels lowering memory native operators partition passes runtime engine/test_training.py)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
