@@ -7,31 +7,58 @@ NEWER := import sys; sys.exit(not sys.version_info[:2] > (3, 12))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 IS_NEWER := $(shell $(PYTHON) -c '$(NEWER)' 2>/dev/null && echo yes)
 INFERENCE := $(if $(IS_NEWER),.venv-inference-newer,.venv-inference)
+DEVELOPED := $(if $(IS_NEWER),.venv-inference-newer,.venv)
+IN_BUILD := PATH="$(CURDIR)/$(DEVELOPED)/bin:$$PATH"
+WITHOUT_LIBRARY := --config-settings wheel.cmake=false
 TEAM := -n 2 --dist worksteal
-ON_BOTH := $(addprefix tests/,autotune executor graph kernels lowering memory operators partition passes runtime engine/test_training.py)
+ON_BOTH := $(addprefix tests/,autotune executor graph kernels lowering memory native operators partition passes runtime engine/test_training.py)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test say-inference-only test-training test-inference test-all lint format docs lock clean
+.PHONY: help setup native wheel sanitize demo test say-inference-only test-training test-inference test-all lint format docs lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
-setup: .venv/.ready .venv-inference/.ready ## Both environments, at the locked versions
+setup: .venv/.ready .venv-inference/.ready native ## Both environments, at the locked versions, and the native library
 
 .venv/.ready .venv-inference/.ready: pyproject.toml $(LOCK)
 	@test -n "$(PYTHON)" || { echo "ort_accel needs Python 3.11 or 3.12 here: onnxruntime-training has no build for others. Set PYTHON=/path/to/python3.11; with a newer one, make test PYTHON=python3.13 runs the tests on plain onnxruntime" >&2; exit 2; }
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --quiet --constraint $(LOCK) pip hatchling editables setuptools
-	$(@D)/bin/python -m pip install --quiet --constraint $(LOCK) --no-build-isolation --editable '.[$(if $(findstring inference,$@),cpu,training),$(EXTRAS)]'
+	$(@D)/bin/python -m pip install --quiet --constraint $(LOCK) pip scikit-build-core setuptools
+	$(@D)/bin/python -m pip install --quiet --constraint $(LOCK) --no-build-isolation $(WITHOUT_LIBRARY) --editable '.[$(if $(findstring inference,$@),cpu,training),$(EXTRAS)]'
+	echo "$(CURDIR)" > $(@D)/lib/python3*/site-packages/_editable_skbc_ort_accel.pth # no import hook: PYTHONPATH comes first
 	touch $@
 
 .venv-inference-newer/.ready: pyproject.toml $(LOCK)
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --quiet --constraint $(LOCK) '.[cpu]' expecttest hypothesis psutil pytest pytest-timeout pytest-xdist
+	$(@D)/bin/python -m pip install --quiet --constraint $(LOCK) $(WITHOUT_LIBRARY) '.[cpu]' cmake expecttest hypothesis ninja psutil pytest pytest-timeout pytest-xdist
 	$(@D)/bin/python -m pip uninstall --quiet --yes ort-accel # the tests import it from here
 	touch $@
+
+native: $(DEVELOPED)/.ready ## The native library, beside its Python code; without a C++ compiler all works without it
+	@mkdir -p build
+	@if test -f build/native/build.ninja || $(IN_BUILD) cmake -S cmake -B build/native -G Ninja > build/native.log 2>&1; \
+	then $(IN_BUILD) cmake --build build/native --target ort_accel; \
+	else rm -rf build/native; echo "There is no native library, because CMake finds no working C++ compiler; build/native.log has its words" >&2; fi
+
+wheel: .venv/.ready ## One wheel for every Python into dist/, and a trial of it in a bare environment without a compiler
+	rm -rf build/wheel build/bare
+	.venv/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	$(IN_BUILD) auditwheel repair --wheel-dir dist build/wheel/ort_accel-*-linux_*.whl
+	$(PYTHON) -m venv build/bare
+	build/bare/bin/python -m pip install --quiet --no-deps --no-index "$$(ls -t dist/*.whl | head -1)"
+	env -i PATH=$(CURDIR)/build/bare/bin build/bare/bin/python -I .ci/try_wheel.py
+
+sanitize: .venv/.ready ## The native library's tests, with its address and undefined-behaviour sanitizers
+	$(IN_BUILD) cmake -S ort_accel/native -B build/sanitize -G Ninja -DORT_ACCEL_SANITIZE=ON
+	$(IN_BUILD) cmake --build build/sanitize
+	rm -rf build/sanitized && mkdir build/sanitized && cp -r ort_accel tests pyproject.toml build/sanitized
+	cp build/sanitize/libort_accel.so build/sanitized/ort_accel/native
+	cd build/sanitized && PYTHONPATH=. LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
+	  $(CURDIR)/.venv/bin/python -m pytest -s tests/native
 
 demo: .venv/.ready ## Fine-tune a small BERT on film reviews, eager PyTorch beside ort_accel
 	.venv/bin/python examples/hf/run_classification.py --compare_eager
@@ -41,10 +68,10 @@ test: $(if $(IS_NEWER),say-inference-only,lint test-training) test-inference ## 
 say-inference-only:
 	@echo "$(PYTHON): onnxruntime-training has no build for a Python newer than 3.12, so only the tests on plain onnxruntime are run; lint and the rest need 3.11 or 3.12"
 
-test-training: .venv/.ready ## Of the whole project, on onnxruntime-training
+test-training: .venv/.ready native ## Of the whole project, on onnxruntime-training
 	.venv/bin/python -m pytest $(TEAM) -m "not long"
 
-test-inference: $(INFERENCE)/.ready ## Those of operators, sessions and training, on plain onnxruntime
+test-inference: $(INFERENCE)/.ready native ## Those of operators, sessions and training, on plain onnxruntime
 	$(INFERENCE)/bin/python -m pytest $(TEAM) -m "not long" $(ON_BOTH)
 
 test-all: lint setup ## All tests, on both runtimes
@@ -70,3 +97,4 @@ lock: setup ## Write the lock file anew from the two environments
 
 clean: ## Remove the environments and all caches
 	rm -rf .venv .venv-inference .venv-inference-newer .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist out
+	find cmake -mindepth 1 ! -name CMakeLists.txt -delete; rm -f ort_accel/native/libort_accel.so

@@ -14,7 +14,7 @@ FLOORS = [
     {"errors", "files", "memory_records"},
     {"reporting"},
     {"config", "observe"},
-    {"memory"},
+    {"memory", "native"},
     {"runtime"},
     {"graph"},
     {"kernels"},

@@ -39,6 +39,7 @@ def _lines(environment: Environment) -> Iterator[str]:
     for name, version in environment.versions.items():
         yield _row(name, version or "not installed")
     yield from _runtime_lines(environment.runtime)
+    yield _row("native library", str(environment.native))
     if environment.devices:
         yield _row("cpu threads", str(environment.devices.cpu_threads))
         yield _row("cuda devices", ", ".join(environment.devices.cuda) or "none")

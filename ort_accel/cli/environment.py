@@ -12,6 +12,7 @@ from pathlib import Path
 import ort_accel
 from ort_accel.errors import RuntimeMissingError
 from ort_accel.memory.malloc_settings import COALESCING_TUNABLE, fragments_heap
+from ort_accel.native.library import NativeStatus, native_status
 from ort_accel.runtime import installed_ort, ort_distributions
 from ort_accel.runtime.kernel_probes import FUSED, RECENT, TRAINING
 
@@ -49,6 +50,7 @@ class Environment:
     versions: dict[str, str | None]
     """The version of each package that ort_accel needs or can use; None where it is missing."""
     runtime: Runtime | None
+    native: NativeStatus
     devices: Devices | None
     blockers: tuple[str, ...]
     """Reasons why training cannot run, each with the command that mends it."""
@@ -76,6 +78,7 @@ def inspect_environment() -> Environment:
         platform=platform.platform(),
         versions=versions,
         runtime=runtime,
+        native=native_status(),
         devices=devices,
         blockers=tuple(blockers),
         warnings=tuple(warnings),

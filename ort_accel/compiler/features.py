@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from functools import cache
 from operator import attrgetter
 
 import torch
@@ -14,6 +15,8 @@ from ort_accel.compiler.settings import Settings
 from ort_accel.config import Config
 from ort_accel.config.declaration import rows
 from ort_accel.errors import ConfigError, Problem
+from ort_accel.native.library import native_status
+from ort_accel.observe.logs import configure, say
 from ort_accel.reporting import Report
 
 UNSEEN = "no batch has been seen yet"
@@ -42,6 +45,7 @@ def record_features(settings: Settings, report: Report) -> None:
     report.config = config.to_dict()
     record_settings(settings, report)
     report.features |= {row.name: row for row in rows(config)}
+    _record_native(config, report)
     _record_engine(config, report)
     _record_cuda(settings, report)
     _record_skipping(config, report)
@@ -61,6 +65,22 @@ def record_settings(settings: Settings, report: Report) -> None:
         report.off("engine.deterministic", "as PyTorch is set" if as_set else "switched off")
     _record_compute(settings, report)
     _record_placement(settings, report)
+
+
+def _record_native(config: Config, report: Report) -> None:
+    status = native_status()
+    if status.missing:
+        report.refused("native library", status.missing)
+        configure(config.observe.log_level)
+        _say_once(f"there are no kernels of ort_accel's own, because the native library is missing: {status.missing}")
+    else:
+        report.applied("native library", str(status))
+
+
+@cache
+def _say_once(text: str) -> None:
+    """Log a line that would be the same for every model of a process."""
+    say(text)
 
 
 def _record_engine(config: Config, report: Report) -> None:

@@ -62,3 +62,11 @@ EXPORT int ort_accel_level() { return ort_accel::best_level(); }
 
 /// A kernel's address in the variant of a level, or of the next lower one; null if there is no such kernel.
 EXPORT void* ort_accel_kernel(const char* name, int level) { return ort_accel::variant(name, level); }
+
+/// True if the library has kernels that were compiled for a level.
+EXPORT bool ort_accel_has_level(int level) {
+  for (const auto& kernel : ort_accel::table()) {
+    if (kernel.second.by_level[level]) return true;
+  }
+  return false;
+}
