@@ -60,7 +60,7 @@ sanitize: .venv/.ready ## The native library's tests, with its address and undef
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
 	  $(CURDIR)/.venv/bin/python -m pytest -s tests/native
 
-demo: .venv/.ready ## Fine-tune a small BERT on film reviews, eager PyTorch beside ort_accel
+demo: .venv/.ready native ## Fine-tune a small BERT on film reviews, eager PyTorch beside ort_accel
 	.venv/bin/python examples/hf/run_classification.py --compare_eager
 
 test: $(if $(IS_NEWER),say-inference-only,lint test-training) test-inference ## What CI runs: all checks, and the tests that are not marked as long
