@@ -13,7 +13,8 @@ from torch import fx
 from ort_accel.graph.memory_layout import Order, permuted_order, reverse
 from ort_accel.graph.nodes import call, constant_of, fakes_in, is_getitem, is_random, is_size, is_view
 from ort_accel.graph.symbolic_sizes import known_equal
-from ort_accel.lowering.aten_call import CallWriter, Strided, dense, in_memory_order
+from ort_accel.lowering.aten_call import CallWriter
+from ort_accel.lowering.call_program import Strided, dense, in_memory_order
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, SizeInput, describe
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.partition.assign import operands
@@ -79,7 +80,9 @@ class _Builder:
             self._strided[node] = Strided(given.value, dense(node.meta["val"]))
         for position, node in enumerate(self._framed):
             fake = node.meta["val"]
-            self._strided[node] = Strided(self._graph.frame, fake, False, fake.storage_offset(), position)
+            self._strided[node] = Strided(
+                self._graph.frame, fake, frame_position=position, origin=fake.storage_offset()
+            )
 
     def _only_calls_read(self, node: fx.Node) -> bool:
         """True if all that read a tensor, or a view of it, are calls, which need no value of ONNX Runtime."""
