@@ -10,7 +10,8 @@ from torch import fx
 
 from ort_accel.autotune.synthetic_inputs import synthetic_inputs, synthetic_value
 from ort_accel.autotune.timer import Runs
-from ort_accel.executor.ort_segment import Fallback, OrtSegment, build
+from ort_accel.executor.build_model import build
+from ort_accel.executor.ort_segment import Fallback, OrtSegment
 from ort_accel.executor.program import Symbols
 from ort_accel.executor.torch_segment import PyTorchSegment
 from ort_accel.graph.nodes import fakes_in, op_name, output_nodes_of

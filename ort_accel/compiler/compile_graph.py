@@ -13,13 +13,13 @@ from torch.fx.node import Argument
 
 from ort_accel.autotune.tuner import Tuner
 from ort_accel.compiler.lowering import Lowering
+from ort_accel.executor.build_model import build
 from ort_accel.executor.matmul_segment import MatmulSegment
 from ort_accel.executor.ort_segment import (
     Fallback,
     OrtSegment,
     ResultBuffers,
     Twin,
-    build,
     ort_makes_results,
     ort_results_lie_in_pool,
 )
@@ -61,7 +61,11 @@ def lower_graph(
         decisions.append(partial(_tuned, module, lowering, lowering.tuner, name, is_lasting))
     with lowering.report.timed("assign operators", name):
         assignment = place(module.graph, decisions)
-    assignment, cuts = segments(module.graph, assignment, lowering.for_speed, gradients)
+    if lowering.calls_pytorch:
+        assignment = assignment.with_calls()
+    merges_small = lowering.for_speed and not lowering.calls_pytorch
+    leaving = () if lowering.calls_pytorch and lowering.leaves is None else gradients
+    assignment, cuts = segments(module.graph, assignment, merges_small, leaving)
     with lowering.report.timed("build sessions", name):
         builder = _ProgramBuilder(module, lowering, name, is_lasting, assignment, cuts)
         program = builder.program(gradients)
@@ -221,7 +225,7 @@ class _ProgramBuilder:
 
     def _ort_step(self, index: int, body: Body, outputs: list[fx.Node]) -> Step:
         lowering, record, name = self._lowering, self.records[index], f"{self._name} part {index}"
-        model = build(body, outputs, lowering.opset)
+        model = build(body, outputs, lowering.opset, self._assignment.called)
         fallback = Fallback(Twin(body, outputs, self._module), lowering.failed)
         in_pool = ort_results_lie_in_pool(outputs, lowering.pool_from)
         results = ort_makes_results if in_pool else ResultBuffers(outputs, model.output_orders)

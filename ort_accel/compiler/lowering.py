@@ -17,6 +17,7 @@ from ort_accel.autotune.timer import SavedTimings, Stopwatch, context_of
 from ort_accel.autotune.tuner import Tuner
 from ort_accel.compiler.settings import Settings
 from ort_accel.memory.low_memory_mode import TrimOnGrowth
+from ort_accel.native.library import native_library
 from ort_accel.partition.assign import NodeRules
 from ort_accel.passes.options import PassOptions
 from ort_accel.reporting import Report
@@ -48,6 +49,8 @@ class Lowering:
     for_speed: bool = True
     """PyTorch runs the operators that it runs faster; otherwise ONNX Runtime runs all that it can."""
     passes: PassOptions = field(default_factory=PassOptions)
+    calls_pytorch: bool = False
+    """Sessions call PyTorch's operators, so that one session runs a whole graph."""
     tuner: Tuner | None = None
     """Times each graph to choose between ONNX Runtime and PyTorch."""
     estimator: Estimator | None = None
@@ -103,6 +106,9 @@ def lowering_for(
         failed=failed,
         trim_memory=trim_memory,
         for_speed=config.compute.placement != "onnxruntime",
+        calls_pytorch=config.compute.native is not False
+        and native_library() is not None
+        and not settings.place.is_cuda,
         passes=settings.passes,
         copies=_weight_copies(settings, report),
         leaves=GradientRelease(report) if releases_early else None,

@@ -7,101 +7,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from traceback import clear_frames
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias
 
 import onnx_ir as ir
 import torch
 from torch import fx
 
+from ort_accel.executor.build_model import Model, in_order
+from ort_accel.executor.frame import Frame
 from ort_accel.executor.program import Inputs, Outputs, Run, Symbols
 from ort_accel.executor.torch_segment import PyTorchSegment
-from ort_accel.graph.memory_layout import Order, permuted_order, reverse
-from ort_accel.graph.nodes import call, constant_of, is_getitem, is_size
+from ort_accel.graph.memory_layout import Order, reverse
 from ort_accel.graph.symbolic_sizes import SizeFunction, expression, hinted_bytes, is_known
-from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, SizeInput, describe
-from ort_accel.lowering.registry import lower
+from ort_accel.kernels import number_ops
 from ort_accel.memory.heap_tensors import empty_in_heap
 from ort_accel.memory.out_of_memory import is_out_of_memory
-from ort_accel.partition.assign import operands
 from ort_accel.partition.segments import Body
 from ort_accel.reporting import Runner, Segment
 from ort_accel.runtime.dlpack import CachedOrtValue, OrtValue, sizes_to_ort, to_ort
 from ort_accel.runtime.ort_pool import release_unused
 from ort_accel.runtime.sessions import Sessions
-
-
-@dataclass(frozen=True)
-class Model:
-    """The ONNX model of a segment, with the nodes and sizes that fill its inputs.
-
-    Names in the model follow from its structure alone, so that equal segments have equal models.
-    """
-
-    model: ir.Model
-    inputs: list[fx.Node]
-    sizes: list[SizeInput]
-    outputs: list[ir.Value]
-    input_orders: list[Order | None]
-    output_orders: list[Order | None]
-    """The order of dimensions in memory of tensors that are not contiguous. The model reads and writes that order."""
-
-
-def build(body: Body, wanted: Sequence[fx.Node], opset: int) -> Model:
-    """Builds the ONNX model of a segment's nodes."""
-    graph = OnnxGraph(opset)
-    inputs = [node for node in body.inputs if not is_size(node)]
-    input_orders = [permuted_order(node.meta["val"]) for node in inputs]
-    values: dict[fx.Node, Any] = {
-        node: _input(graph, f"input_{position}", node.meta["val"], order)
-        for position, (node, order) in enumerate(zip(inputs, input_orders, strict=True))
-    }
-    for node in body.nodes:
-        if node.op == "get_attr":
-            values[node] = Operand(graph.tensor(constant_of(node)), node.meta["val"])
-            continue
-        if is_getitem(node):
-            whole, index = node.args
-            values[node] = values[cast("fx.Node", whole)][index]
-            continue
-        args, kwargs = operands(node, values.__getitem__)
-        fakes = node.meta["val"]
-        try:
-            lowered = lower(graph, node.target, args, kwargs, fakes)
-        except Exception as error:
-            raise NotLowerable(f"{call(node)}: {error}") from error
-        if isinstance(fakes, torch.Tensor):
-            values[node] = Operand(lowered[0], fakes)
-        else:
-            values[node] = [None if r is None else Operand(r, f) for r, f in zip(lowered, fakes, strict=True)]
-    output_orders = [permuted_order(node.meta["val"]) for node in wanted]
-    results = [_in_order(graph, values[node], order) for node, order in zip(wanted, output_orders, strict=True)]
-    outputs = _distinct_values(graph, results)
-    for value, node, order in zip(outputs, wanted, output_orders, strict=True):
-        describe(value, _permuted(node.meta["val"], order))
-    model = graph.model(outputs, "segment")
-    return Model(model, inputs, list(graph.size_inputs.values()), outputs, input_orders, output_orders)
-
-
-def _input(graph: OnnxGraph, name: str, fake: torch.Tensor, order: Order | None) -> Operand:
-    given = graph.input(name, _permuted(fake, order))
-    return given if order is None else Operand(graph.op("Transpose", given, perm=reverse(order)), fake)
-
-
-def _in_order(graph: OnnxGraph, operand: Operand, order: Order | None) -> ir.Value:
-    return operand.value if order is None else graph.op("Transpose", operand, perm=order)
-
-
-def _permuted(fake: torch.Tensor, order: Order | None) -> torch.Tensor:
-    return fake if order is None else fake.permute(order)
-
-
-def _distinct_values(graph: OnnxGraph, values: Sequence[ir.Value]) -> list[ir.Value]:
-    """Returns values for outputs: never an input, a constant, or the same value twice."""
-    distinct: list[ir.Value] = []
-    for value in values:
-        is_computed = value.producer() is not None and value not in distinct
-        distinct.append(value if is_computed else graph.op("Identity", value))
-    return distinct
 
 
 def _converter(keeps_address: bool, order: Order | None) -> Callable[[torch.Tensor], OrtValue]:
@@ -151,7 +76,7 @@ class ResultBuffers:
     """
 
     def __init__(self, wanted: Sequence[fx.Node], orders: Sequence[Order | None]) -> None:
-        shapes = [_permuted(node.meta["val"], order).shape for node, order in zip(wanted, orders, strict=True)]
+        shapes = [in_order(node.meta["val"], order).shape for node, order in zip(wanted, orders, strict=True)]
         self._ranks = [len(shape) for shape in shapes]
         self._types = [node.meta["val"].dtype for node in wanted]
         self._sizes = SizeFunction(expression(size) for shape in shapes for size in shape)
@@ -191,10 +116,13 @@ class OrtSegment:
         record: Segment | None = None,
     ) -> None:
         """`results` allocates the results; `record` notes who ran the segment."""
-        self.inputs = model.inputs
+        self.inputs = [*model.inputs, *model.framed]
+        self._frame = Frame(model.framed, model.readers) if model.framed else None
+        self._is_proven = False
         names = [value.name or "" for value in model.model.graph.inputs]
         content = ir.to_proto(model.model).SerializeToString()
         outputs = [value.name or "" for value in model.outputs]
+        self._number_ops = model.number_ops
         self._session_arguments = sessions, content, names, outputs, name
         self._given = [
             (keeps_address(node), order) for node, order in zip(model.inputs, model.input_orders, strict=True)
@@ -212,6 +140,8 @@ class OrtSegment:
 
     def _create_session(self) -> None:
         """Creates what cannot be pickled."""
+        for name in self._number_ops:
+            number_ops.define(name)
         sessions, *model = self._session_arguments
         self._session = sessions.create(*model)
         self._convert = [_converter(keeps_address, order) for keeps_address, order in self._given]
@@ -242,8 +172,16 @@ class OrtSegment:
         return results
 
     def _by_onnx_runtime(self, tensors: Inputs, symbols: Symbols) -> list[torch.Tensor]:
-        feeds = [convert(tensor) for convert, tensor in zip(self._convert, tensors, strict=True)]
-        return self._session(feeds + self._size_values(symbols), self._results(symbols))
+        feeds = [convert(tensor) for convert, tensor in zip(self._convert, tensors, strict=False)]
+        if self._frame is None:
+            return self._session(feeds + self._size_values(symbols), self._results(symbols))
+        framed = tensors[len(feeds) :]
+        if self._is_proven:  # a run that fails is repeated in PyTorch, which needs the inputs; the first run may fail
+            tensors.clear()
+        with self._frame.open(framed, symbols) as frame:
+            results = self._session([*feeds, frame, *self._size_values(symbols)], self._results(symbols))
+        self._is_proven = True
+        return results
 
     def _by_pytorch(self, error: Exception, tensors: Inputs, symbols: Symbols) -> Outputs:
         """Runs the segment in PyTorch after a failure, with the memory that the failed run and the pool held."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -116,6 +118,11 @@ class OnnxGraph:
         self.result: Any = None
         self._constants: dict[tuple[Any, ...], ir.Value] = {}
         self._counter = 0
+        self._table: dict[sympy.Expr, int] = {}
+        self.frame_readers: Counter[int] = Counter()
+        """The number of operators that read each tensor of the frame."""
+        self.number_ops: set[str] = set()
+        """Names of the copies of operators that are called (`kernels/number_ops.py`)."""
 
     def _name(self, hint: str) -> str:
         self._counter += 1
@@ -204,6 +211,26 @@ class OnnxGraph:
             self.size_inputs[key] = SizeInput(value, key[1:], scalar)
         return self.size_inputs[key].value
 
+    @cached_property
+    def size_table(self) -> Value:
+        """The input of the model that holds, as one list, the sizes that calls of PyTorch's operators read."""
+        return ir.Value(name="size_table", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([None]))
+
+    @cached_property
+    def frame(self) -> Value:
+        """The input of the model that holds tensors of PyTorch by their addresses, and the readers of each."""
+        return ir.Value(name="frame", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([None]))
+
+    def size_position(self, size: sympy.Expr) -> int:
+        """Return the position of a size in the table."""
+        return self._table.setdefault(size, len(self._table))
+
+    @property
+    def all_size_inputs(self) -> list[SizeInput]:
+        """All inputs of the model that are sizes."""
+        given = list(self.size_inputs.values())
+        return [*given, SizeInput(self.size_table, tuple(self._table), scalar=False)] if self._table else given
+
     def cast_from(self, value: Value, source: torch.dtype, target: torch.dtype) -> Value:
         """Cast a value whose type is known."""
         if source == target:
@@ -226,11 +253,16 @@ class OnnxGraph:
     def model(self, outputs: Sequence[ir.Value], name: str) -> ir.Model:
         """Return the finished model."""
         domains = {"": self.opset} | {node.domain: 1 for node in self.nodes if node.domain}
+        constants = list(self._constants.values())
+        if "size_table" in vars(self) and not self._table:
+            self.size_table.shape = ir.Shape([1])
+            self.size_table.const_value = ir.tensor(np.zeros(1, np.int64), name=self.size_table.name)
+            constants.append(self.size_table)
         graph = ir.Graph(
-            [*self.inputs, *(size.value for size in self.size_inputs.values())],
+            [*self.inputs, *([self.frame] if self.frame_readers else []), *(s.value for s in self.all_size_inputs)],
             outputs,
             nodes=in_running_order(self.nodes),
-            initializers=list(self._constants.values()),
+            initializers=constants,
             opset_imports=domains,
             name=name,
         )

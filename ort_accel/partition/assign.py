@@ -26,6 +26,7 @@ from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.kernels.bit_mask import is_bit_mask_op
 from ort_accel.kernels.host_copies import is_host_copy
 from ort_accel.kernels.token_log_probs import token_scores, token_scores_backward
+from ort_accel.lowering.aten_call import why_not_callable
 from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, Operand, Slower, describe
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.operators.facts import facts
@@ -51,6 +52,8 @@ class Assignment:
 
     runner: dict[fx.Node, Runner]
     refusals: dict[fx.Node, Refusal] = field(default_factory=dict)
+    called: frozenset[fx.Node] = frozenset()
+    """Nodes of ONNX Runtime's sessions that are calls of PyTorch's operators."""
 
     @cached_property
     def free(self) -> set[fx.Node]:
@@ -66,7 +69,15 @@ class Assignment:
     def with_refusals(self, refusals: Mapping[fx.Node, Refusal]) -> Assignment:
         """Returns the assignment in which PyTorch runs these nodes, too."""
         runner = self.runner | dict.fromkeys(refusals, Runner.PYTORCH)
-        return Assignment(runner, {**self.refusals, **refusals})
+        return Assignment(runner, {**self.refusals, **refusals}, self.called)
+
+    def with_calls(self) -> Assignment:
+        """Returns the assignment in which sessions call PyTorch's operators wherever they can."""
+        refused = [node for node, runner in self.runner.items() if runner is Runner.PYTORCH]
+        callable_nodes = [node for node in refused if not why_not_callable(node)]
+        runner = self.runner | dict.fromkeys(callable_nodes, Runner.ORT)
+        called = frozenset(node for node in callable_nodes if not is_view(node))
+        return Assignment(runner, self.refusals, called)
 
 
 def operands(node: fx.Node, make: Callable[[fx.Node], Any]) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ort_accel.errors import OrtAccelError
+from ort_accel.native.library import LIBRARY_FILE, native_library
 from ort_accel.runtime.cuda import DISABLE_SYNCHRONIZATION, PROVIDER, stream_order
 from ort_accel.runtime.device import CPU, ExecutionDevice
 from ort_accel.runtime.dlpack import OrtValue, OrtValues, to_ort, to_torch
@@ -68,6 +69,8 @@ class SessionSettings:
         options.add_session_config_entry("session.use_env_allocators", "1")
         # NaN, infinities and denormals must equal those of eager PyTorch.
         options.add_session_config_entry("session.set_denormal_as_zero", "0")
+        if native_library() is not None:
+            options.register_custom_ops_library(str(LIBRARY_FILE))
         if self.refuse_cpu_nodes and self.place.is_cuda:
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         return options

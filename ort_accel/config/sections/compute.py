@@ -94,6 +94,9 @@ class Compute(Section):
     the work alike; so do `engine.deterministic` and the keys of `memory` that save memory. `onnxruntime` lets ONNX
     Runtime run all it can. `tuning` measures each graph on its real sizes instead."""
 
+    native: Switch = False
+    """Let ONNX Runtime run whole graphs, with kernels of ort_accel's native library and calls of PyTorch's operators."""
+
     fusions: Switch = "auto"
     """Join neighbouring operators into one kernel. `auto` joins where that was measured to be faster; `false` helps to
     hunt a numerical difference."""

@@ -1,0 +1,255 @@
+"""Builds the ONNX model of a segment: lowered operators, and calls of PyTorch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from ort_accel.graph.memory_layout import Order, permuted_order, reverse
+from ort_accel.graph.nodes import call, constant_of, fakes_in, is_getitem, is_random, is_size, is_view
+from ort_accel.graph.symbolic_sizes import known_equal
+from ort_accel.lowering.aten_call import CallWriter, Strided, dense, in_memory_order
+from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, SizeInput, describe
+from ort_accel.lowering.registry import lower, lowerings
+from ort_accel.partition.assign import operands
+from ort_accel.partition.segments import Body
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Model:
+    """The ONNX model of a segment, with the nodes and sizes that fill its inputs.
+
+    Names in the model follow from its structure alone, so that equal segments have equal models.
+    """
+
+    model: ir.Model
+    inputs: list[fx.Node]
+    framed: list[fx.Node]
+    """Inputs that only calls read, which get them as tensors of PyTorch."""
+    readers: list[int]
+    """The number of calls that read each of them."""
+    number_ops: set[str]
+    """Names of the copies of operators that are called (`kernels/number_ops.py`)."""
+    sizes: list[SizeInput]
+    outputs: list[ir.Value]
+    input_orders: list[Order | None]
+    output_orders: list[Order | None]
+    """The order of dimensions in memory of tensors that are not contiguous. The model reads and writes that order."""
+
+
+def build(body: Body, wanted: Sequence[fx.Node], opset: int, called: Collection[fx.Node] = ()) -> Model:
+    """Builds the ONNX model of a segment's nodes; those in `called` are calls of PyTorch's operators."""
+    return _Builder(body, wanted, opset, called).model()
+
+
+def in_order(fake: torch.Tensor, order: Order | None) -> torch.Tensor:
+    """Returns a tensor with its dimensions in this order."""
+    return fake if order is None else fake.permute(order)
+
+
+class _Builder:
+    """Writes the nodes of a segment in order.
+
+    A tensor has up to two forms in the model: a contiguous value, which ONNX Runtime's operators read, and a view of a
+    value, which calls read. The second form is made from the first, or the other way round, when it is first read.
+    """
+
+    def __init__(self, body: Body, wanted: Sequence[fx.Node], opset: int, called: Collection[fx.Node]) -> None:
+        self._graph = OnnxGraph(opset)
+        self._wanted = wanted
+        self._called = called
+        self._body = body
+        self._computed = frozenset(body.nodes)
+        given = [node for node in body.inputs if not is_size(node)]
+        self._framed = [node for node in given if self._only_calls_read(node)]
+        self._inputs = [node for node in given if node not in self._framed]
+        self._orders = [permuted_order(node.meta["val"]) for node in self._inputs]
+        self._operands: dict[fx.Node, Any] = {}
+        self._strided: dict[fx.Node, Strided] = {}
+        self._last_draw: ir.Value | None = None
+        for position, (node, order) in enumerate(zip(self._inputs, self._orders, strict=True)):
+            given = self._graph.input(f"input_{position}", in_order(node.meta["val"], order))
+            self._strided[node] = Strided(given.value, dense(node.meta["val"]))
+        for position, node in enumerate(self._framed):
+            fake = node.meta["val"]
+            self._strided[node] = Strided(self._graph.frame, fake, False, fake.storage_offset(), position)
+
+    def _only_calls_read(self, node: fx.Node) -> bool:
+        """True if all that read a tensor, or a view of it, are calls, which need no value of ONNX Runtime."""
+        users = [user for user in node.users if user in self._computed]
+        return all(
+            user in self._called
+            or ((is_view(user) or is_getitem(user)) and _keeps_dtype(user) and self._only_calls_read(user))
+            for user in users
+        ) and not (node in self._computed and node in self._wanted)
+
+    def model(self) -> Model:
+        """Returns the model that computes the wanted nodes."""
+        wanted = self._wanted
+        for node in self._body.nodes:
+            self._write(node)
+        orders = [permuted_order(node.meta["val"]) for node in wanted]
+        results = [self._result(node, order) for node, order in zip(wanted, orders, strict=True)]
+        outputs = _distinct_values(self._graph, results)
+        for value, node, order in zip(outputs, wanted, orders, strict=True):
+            describe(value, in_order(node.meta["val"], order))
+        model = self._graph.model(outputs, "segment")
+        readers = [self._graph.frame_readers[position] for position in range(len(self._framed))]
+        return Model(
+            model,
+            self._inputs,
+            self._framed,
+            readers,
+            self._graph.number_ops,
+            self._graph.all_size_inputs,
+            outputs,
+            self._orders,
+            orders,
+        )
+
+    def _write(self, node: fx.Node) -> None:
+        """Writes a node that computes something; constants, views and parts of results are written when they are read."""
+        if node.op == "get_attr" or is_getitem(node) or is_view(node):
+            return
+        if node not in self._called:
+            self._lower(node)
+            return
+        try:
+            after = self._last_draw if is_random(node) else None
+            results = CallWriter(self._graph, self.strided).call(node, after)
+        except Exception as error:
+            raise NotLowerable(f"{call(node)}: {error}") from error
+        if is_random(node):
+            self._last_draw = next(result.base for result in results if result is not None)
+        if isinstance(node.meta["val"], torch.Tensor):
+            self._strided[node] = cast("Strided", results[0])
+            return
+        for user in node.users:
+            if is_getitem(user) and (result := results[cast("int", user.args[1])]) is not None:
+                self._strided[user] = result
+
+    def _lower(self, node: fx.Node) -> None:
+        args, kwargs = operands(node, self.operand)
+        fakes = node.meta["val"]
+        try:
+            lowered = lower(self._graph, node.target, args, kwargs, fakes)
+        except Exception as error:
+            raise NotLowerable(f"{call(node)}: {error}") from error
+        if isinstance(fakes, torch.Tensor):
+            self._operands[node] = Operand(lowered[0], fakes)
+        else:
+            self._operands[node] = [None if r is None else Operand(r, f) for r, f in zip(lowered, fakes, strict=True)]
+
+    def operand(self, node: fx.Node) -> Any:
+        """Returns the contiguous value of a tensor, or those of several tensors."""
+        if node not in self._operands:
+            self._operands[node] = self._make_operand(node)
+        return self._operands[node]
+
+    def _make_operand(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return Operand(self._graph.tensor(constant_of(node)), node.meta["val"])
+        if node in self._strided:
+            return self._contiguous(node, self._strided[node])
+        if is_getitem(node):
+            whole, index = node.args
+            return self.operand(cast("fx.Node", whole))[index]
+        if node.target in lowerings():
+            self._lower(node)
+            return self._operands[node]
+        return self._contiguous(node, self.strided(node))
+
+    def _contiguous(self, node: fx.Node, view: Strided) -> Operand:
+        """Returns the value of a view: the memory as it is, or with its dimensions in another order, or a copy."""
+        fake = node.meta["val"]
+        order = permuted_order(view.fake)
+        if view.is_base or node not in self._computed:
+            value = view.base if order is None else self._graph.op("Transpose", view.base, perm=reverse(order))
+            return Operand(value, fake)
+        return Operand(self._copy(view, fake.new_empty(fake.shape)).base, fake)
+
+    def strided(self, node: fx.Node) -> Strided:
+        """Returns a tensor as a view of a value's memory."""
+        if node not in self._strided:
+            self._strided[node] = self._make_strided(node)
+        return self._strided[node]
+
+    def _make_strided(self, node: fx.Node) -> Strided:
+        if node.op == "get_attr" or node not in self._computed or not (is_view(node) or is_getitem(node)):
+            operand = self.operand(node)
+            return Strided(operand.value, operand.fake.new_empty(operand.fake.shape), is_base=True)
+        if is_getitem(node):
+            whole = cast("fx.Node", node.args[0])
+            if not is_view(whole):
+                operand = self.operand(node)
+                return Strided(operand.value, operand.fake.new_empty(operand.fake.shape), is_base=True)
+            source, views = self._taken(whole)
+            return replace(source, fake=views[node.args[1]], is_base=False)
+        source, view = self._taken(node)
+        return replace(source, fake=view, is_base=False)
+
+    def _taken(self, node: fx.Node) -> tuple[Strided, Any]:
+        """Takes a view of the memory where its source lies; of a copy where that memory allows no such view."""
+        first = cast("fx.Node", node.args[0])
+        source = self.strided(first)
+        if (taken := _apply(node, source.fake)) is not None:
+            return source, taken
+        copied = self._copy(source, first.meta["val"].new_empty(first.meta["val"].shape))
+        if (taken := _apply(node, copied.fake)) is None:
+            raise NotLowerable(f"{call(node)}: it is no view of contiguous memory")
+        return copied, taken
+
+    def _copy(self, source: Strided, layout: torch.Tensor) -> Strided:
+        return CallWriter(self._graph, self.strided).copy(source, layout)
+
+    def _result(self, node: fx.Node, order: Order | None) -> ir.Value:
+        """Returns a value with the dimensions of a result in the order of memory."""
+        if node in self._strided:
+            view, wanted = self._strided[node], dense(node.meta["val"])
+            if view.is_base and _same_layout(view.fake, wanted):
+                return view.base
+            return self._copy(view, wanted).base
+        value: ir.Value = self.operand(node).value
+        return value if order is None else self._graph.op("Transpose", value, perm=order)
+
+
+def _keeps_dtype(view: fx.Node) -> bool:
+    source = view.all_input_nodes[0].meta["val"]
+    return all(fake.dtype == source.dtype for fake in fakes_in(view.meta["val"]) if isinstance(source, torch.Tensor))
+
+
+def _apply(node: fx.Node, source: torch.Tensor) -> Any:
+    """Returns the view that a node takes, taken of another tensor; None if it would have to copy."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    if node.target is aten.as_strided.default:
+        raise NotLowerable("as_strided names positions in memory")
+    _, *args = fx.map_arg(node.args, lambda item: item.meta["val"])
+    kwargs = fx.map_arg(node.kwargs, lambda item: item.meta["val"])
+    target = aten.view.default if node.target is aten._unsafe_view.default else node.target
+    try:
+        taken = target(source, *args, **kwargs)
+    except (RuntimeError, ValueError):
+        return None
+    memory = source.untyped_storage()._cdata
+    return taken if all(view.untyped_storage()._cdata == memory for view in fakes_in(taken)) else None
+
+
+def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+    pairs = zip(in_memory_order(one).shape, in_memory_order(other).shape, strict=True)
+    return permuted_order(one) == permuted_order(other) and all(known_equal(*pair) for pair in pairs)
+
+
+def _distinct_values(graph: OnnxGraph, values: Sequence[ir.Value]) -> list[ir.Value]:
+    """Returns values for outputs: never an input, a constant, or the same value twice."""
+    distinct: list[ir.Value] = []
+    for value in values:
+        is_computed = value.producer() is not None and value not in distinct
+        distinct.append(value if is_computed else graph.op("Identity", value))
+    return distinct

@@ -1,0 +1,78 @@
+#include "abi/torch.h"
+
+#include <dlfcn.h>
+
+#include "kernels/kernel.h"
+
+namespace ort_accel::torch {
+
+Functions functions;
+
+namespace {
+
+template <typename Function>
+bool find(void* library, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(library, name));
+  return function != nullptr;
+}
+
+void run_on_threads_of_torch(int64_t count, int64_t grain, Range run, void* context) {
+  functions.parallel_for(0, count, grain, run, context);
+}
+
+const char* find_functions() {
+  void* library = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
+  if (!library) return "torch is not loaded in this process";
+  Functions& f = functions;
+  const bool found = find(library, "aoti_torch_create_tensor_from_blob", f.create_tensor_from_blob) &&
+                     find(library, "aoti_torch_delete_tensor_object", f.delete_tensor_object) &&
+                     find(library, "aoti_torch_new_tensor_handle", f.new_tensor_handle) &&
+                     find(library, "aoti_torch__reinterpret_tensor", f.view) &&
+                     find(library, "aoti_torch_copy_", f.copy) && find(library, "aoti_torch_is_defined", f.is_defined) &&
+                     find(library, "aoti_torch_cpu_mm_out", f.mm) && find(library, "aoti_torch_cpu_bmm_out", f.bmm) &&
+                     find(library, "aoti_torch_cpu_addmm_out", f.addmm) &&
+                     find(library, "aoti_torch_cpu_baddbmm_out", f.baddbmm) &&
+                     find(library, "torch_call_dispatcher", f.call_dispatcher) &&
+                     find(library, "torch_new_list_reserve_size", f.new_list) &&
+                     find(library, "torch_list_push_back", f.push_back) &&
+                     find(library, "torch_new_string_handle", f.new_text) &&
+                     find(library, "torch_parallel_for", f.parallel_for);
+  if (!found) return "this version of torch lacks functions of its C interface (2.11 and later have them)";
+  find(library, "torch_new_stable_ivalue", f.new_argument);
+  find(library, "torch_exception_get_what_without_backtrace", f.last_message);
+  run_in_parallel = run_on_threads_of_torch;
+  return nullptr;
+}
+
+}  // namespace
+
+const char* attach() {
+  static const char* const missing = find_functions();
+  return missing;
+}
+
+const char* last_message() {
+  const char* message = functions.last_message ? functions.last_message() : nullptr;
+  return message ? message : "an operator of PyTorch failed";
+}
+
+Argument optional(Argument value) {
+  Argument* copy = nullptr;
+  if (!functions.new_argument || functions.new_argument(&copy)) copy = new Argument;
+  *copy = value;
+  return reinterpret_cast<Argument>(copy);
+}
+
+}  // namespace ort_accel::torch
+
+/// Gives tensors that a run did not use up back to PyTorch.
+extern "C" __attribute__((visibility("default"))) void ort_accel_release(int64_t* tensors, int64_t count) {
+  for (int64_t at = 0; at < count; ++at) {
+    if (!tensors[at]) continue;
+    ort_accel::torch::functions.delete_tensor_object(reinterpret_cast<ort_accel::torch::Tensor>(tensors[at]));
+    tensors[at] = 0;
+  }
+}
+
+/// Finds torch in the process; returns null, or why it cannot be used.
+extern "C" __attribute__((visibility("default"))) const char* ort_accel_attach() { return ort_accel::torch::attach(); }
