@@ -23,7 +23,7 @@ each_type = pytest.mark.parametrize("dtype", TYPES, ids=["fp32", "bf16"])
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
-    """Compares with a result of double precision, relative to its largest number or 1; NaN and infinities must agree."""
+    """Compares with a result of double precision, relative to its largest number or 1; NaN must agree, too."""
     assert found.shape == expected.shape
     expected = expected.double()
     finite = expected[expected.isfinite()]
