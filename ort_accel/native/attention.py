@@ -82,8 +82,8 @@ class PackedAttention:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the results, and the logarithms of the rows' sums."""
-        out = query.new_zeros((*query.shape[:2], value.shape[2]))
-        logsumexp = query.new_zeros(query.shape[:2], dtype=torch.float32)
+        make = query.new_empty if self._covers(query, 0) else query.new_zeros
+        out, logsumexp = make((*query.shape[:2], value.shape[2])), make(query.shape[:2], dtype=torch.float32)
         self._run("attention_forward", query, key, value, out, logsumexp)
         return out, logsumexp
 
@@ -91,11 +91,18 @@ class PackedAttention:
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the gradients of queries, keys and values."""
-        grads = [torch.zeros_like(one, memory_format=torch.contiguous_format) for one in (query, key, value)]
+        grads = [
+            one.new_empty(one.shape) if self._covers(one, side) else one.new_zeros(one.shape)
+            for one, side in ((query, 0), (key, 2), (value, 2))
+        ]
         names = ("out_grad", "query_grad", "key_grad", "value_grad")
         rows = {name: _rows(one) for name, one in zip(names, (grad, *grads), strict=True)}
         self._run("attention_backward", query, key, value, out, logsumexp, rows)
         return grads[0], grads[1], grads[2]
+
+    def _covers(self, rows: Tensor, side: int) -> bool:
+        """True if each row belongs to a sequence; `side` is where a span has the range of these rows."""
+        return sum(span[side + 1] - span[side] for span in self.spans) == rows.shape[0]
 
     def _run(
         self,
