@@ -46,7 +46,7 @@ class _Attention(ctypes.Structure):
     _fields_ = [
         ("spans", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("sequences", "heads", "key_heads", "dim", "value_dim", "is_bfloat16")),
-        ("window", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("window", "threads")),
         ("scale", ctypes.c_float),
         ("kept_scale", ctypes.c_float),
         *((name, _HeadRows) for name in ("query", "key", "value", "out")),
@@ -79,6 +79,8 @@ class PackedAttention:
     kept_strides: tuple[int, int] = (0, 0)
     keep: float = 1.0
     level: int | None = None
+    threads: int | None = None
+    """For how many threads sequences are divided; by default PyTorch's."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the results, and the logarithms of the rows' sums."""
@@ -116,8 +118,10 @@ class PackedAttention:
     ) -> None:
         spans = (ctypes.c_int64 * (8 * len(self.spans)))(*(number for span in self.spans for number in span))
         sizes = (len(self.spans), query.shape[1], key.shape[1], query.shape[2], value.shape[2])
+        threads = torch.get_num_threads() if self.threads is None else self.threads
         given = _Attention(
-            ctypes.addressof(spans), *sizes, query.dtype == torch.bfloat16, self.window, self.scale, 1 / self.keep,
+            ctypes.addressof(spans), *sizes, query.dtype == torch.bfloat16, self.window, threads, self.scale,
+            1 / self.keep,
             *map(_rows, (query, key, value, out)), logsumexp.data_ptr(),
             *_mask_arguments(self.mask, self.mask_strides), *_kept_arguments(self.kept, self.kept_strides),
         )  # fmt: skip

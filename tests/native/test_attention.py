@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -187,6 +187,16 @@ def test_grouped_heads(heads: int, key_heads: int, level: int) -> None:
 @pytest.mark.parametrize("masking", [FULL, CAUSAL])
 def test_long_sequences(masking: Masking, level: int) -> None:
     _check(Case(lengths=[(700, 700), (257, 513)], heads=2, dim=64, masking=masking), level)
+
+
+@each_level
+@pytest.mark.parametrize("masking", [FULL, CAUSAL])
+def test_division_for_many_threads_gives_the_same_bits(masking: Masking, level: int) -> None:
+    case = Case(lengths=[(700, 700), (0, 3), (3, 0), (257, 513)], dim=32, masking=masking, window=400, drops=True)
+    whole, divided = (replace(case.kernels(level), threads=threads) for threads in (1, 1000))
+    operands = case.query, case.key, case.value
+    found = whole.forward(*operands)
+    assert all(map(torch.equal, *(kernels.backward(case.grad, *operands, *found) for kernels in (whole, divided))))
 
 
 @each_level

@@ -38,7 +38,8 @@ struct Attention {
   int64_t dim;        // of queries and keys
   int64_t value_dim;  // of values and results
   int64_t is_bfloat16;
-  int64_t window;  // a query attends to keys at a distance below it; 0 for all
+  int64_t window;   // a query attends to keys at a distance below it; 0 for all
+  int64_t threads;  // how many there are: if many, the backward divides sequences, too, at the price of more products
   float scale;
   float raise;  // the factor of weights that dropout keeps, 1 / (1 - p)
 

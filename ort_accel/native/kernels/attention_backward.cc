@@ -1,12 +1,27 @@
 // The gradients of attention over packed sequences, in tiles whose scores are computed again.
 //
-// A task is a sequence and a head of its keys, with all heads of queries that share it: no two tasks write the same row.
+// A task is a sequence and a head of its keys, with all heads of queries that share it. Where threads are many, a task
+// is a part of a sequence's queries, or a part of its keys: scores are computed twice then. No two tasks write the same
+// row, and the order of sums, and so the result, is the same either way.
 #include "kernels/attention_tiles.h"
 
 namespace {
 
 constexpr int64_t QUERY_BLOCK = ISA_LEVEL == 2 ? 64 : 60;
 constexpr int64_t KEY_BLOCK = 128;
+constexpr int64_t PART_KEYS = 2 * KEY_BLOCK;
+constexpr int64_t PART_QUERIES = 4 * QUERY_BLOCK;
+constexpr int64_t EVERYTHING = INT64_MAX;
+
+/// A part of a sequence, and which gradients are computed for it.
+struct Part {
+  const AttentionSpan* span;
+  int64_t key_head;
+  Indices queries;
+  Indices keys;
+  bool has_query_grads;
+  bool has_key_grads;
+};
 
 /// The memory of a thread: packed keys and values, the gradients of a sequence's keys, and what a block of queries needs.
 struct BackwardSpace {
@@ -107,8 +122,8 @@ void differentiate(const Attention& given, const AttentionSpan& span, int64_t he
   }
 }
 
-/// Adds what some queries and keys contribute to all gradients.
-void add_gradients(const Attention& given, const AttentionSpan& span, int64_t head, Indices queries, Indices keys,
+/// Adds what some queries and keys contribute to the gradients.
+void add_gradients(const Attention& given, const Part& part, int64_t head, Indices queries, Indices keys,
                    BackwardSpace& space) {
   const int64_t count = queries.count();
   const Left weights{space.scores, KEY_BLOCK}, score_grads{space.score_grads, KEY_BLOCK};
@@ -116,56 +131,102 @@ void add_gradients(const Attention& given, const AttentionSpan& span, int64_t he
                   {space.scores, KEY_BLOCK, false});
   multiply<false>({space.grads, given.value_dim}, count, space.value_columns, keys.begin, keys.end, 0, given.value_dim,
                   {space.score_grads, KEY_BLOCK, false});
-  differentiate(given, span, head, {space.scores, KEY_BLOCK, queries, keys}, space);
-  multiply<true>(weights, keys.count(), space.grad_rows, 0, given.value_dim, 0, count,
-                 {space.value_grads + keys.begin * space.value_width, space.value_width, true});
-  multiply<true>(score_grads, keys.count(), space.query_rows, 0, given.dim, 0, count,
-                 {space.key_grads + keys.begin * space.width, space.width, true});
-  multiply<false>(score_grads, count, space.key_rows, 0, given.dim, keys.begin, keys.count(),
-                  {space.query_grads, space.width, true});
+  differentiate(given, *part.span, head, {space.scores, KEY_BLOCK, queries, keys}, space);
+  if (part.has_key_grads) {
+    multiply<true>(weights, keys.count(), space.grad_rows, 0, given.value_dim, 0, count,
+                   {space.value_grads + keys.begin * space.value_width, space.value_width, true});
+    multiply<true>(score_grads, keys.count(), space.query_rows, 0, given.dim, 0, count,
+                   {space.key_grads + keys.begin * space.width, space.width, true});
+  }
+  if (part.has_query_grads) {
+    multiply<false>(score_grads, count, space.key_rows, 0, given.dim, keys.begin, keys.count(),
+                    {space.query_grads, space.width, true});
+  }
 }
 
 template <typename T>
-void differentiate_queries(const Attention& given, const AttentionSpan& span, int64_t head, Indices queries,
+void differentiate_queries(const Attention& given, const Part& part, int64_t head, Indices queries,
                            BackwardSpace& space) {
+  const AttentionSpan& span = *part.span;
+  const Indices keys = attended_by_block(given, span, queries);
+  const int64_t last = least(keys.end, part.keys.end);
+  const int64_t first = most(keys.begin, part.keys.begin);
+  if (!part.has_query_grads && first >= last) return;
   pack_queries<T>(given, span, head, queries, space);
   memset(space.query_grads, 0, static_cast<size_t>(queries.count() * space.width) * sizeof(float));
-  const Indices keys = attended_by_block(given, span, queries);
-  for (int64_t begin = keys.begin; begin < keys.end; begin += KEY_BLOCK) {
-    add_gradients(given, span, head, queries, {begin, least(begin + KEY_BLOCK, keys.end)}, space);
+  for (int64_t begin = first; begin < last; begin = (begin / KEY_BLOCK + 1) * KEY_BLOCK) {
+    add_gradients(given, part, head, queries, {begin, least((begin / KEY_BLOCK + 1) * KEY_BLOCK, last)}, space);
   }
-  for (int64_t query = queries.begin; query < queries.end; ++query) {
+  for (int64_t query = queries.begin; part.has_query_grads && query < queries.end; ++query) {
     const float* row = space.query_grads + (query - queries.begin) * space.width;
     write_row(row, given.dim, given.scale, row_of<T>(given.query_grad, span.query_begin + query, head));
   }
 }
 
 template <typename T>
-void differentiate_sequence(const Attention& given, const AttentionSpan& span, int64_t key_head, BackwardSpace& space) {
-  const int64_t group = given.heads / given.key_heads, queries = query_count(span);
-  const int64_t block = span.masking == ort_accel::CAUSAL ? QUERY_BLOCK / 2 : QUERY_BLOCK;
-  pack_sequence<T>(given, span, key_head, space);
-  for (int64_t head = key_head * group; head < (key_head + 1) * group; ++head) {
-    for (int64_t begin = 0; begin < queries; begin += block) {
-      differentiate_queries<T>(given, span, head, {begin, least(begin + block, queries)}, space);
+void write_key_gradients(const Attention& given, const Part& part, BackwardSpace& space) {
+  for (int64_t key = part.keys.begin; key < part.keys.end; ++key) {
+    const int64_t row = part.span->key_begin + key;
+    write_row(space.key_grads + key * space.width, given.dim, 1.0f, row_of<T>(given.key_grad, row, part.key_head));
+    write_row(space.value_grads + key * space.value_width, given.value_dim, given.raise,
+              row_of<T>(given.value_grad, row, part.key_head));
+  }
+}
+
+template <typename T>
+void differentiate_part(const Attention& given, const Part& part, BackwardSpace& space) {
+  const int64_t group = given.heads / given.key_heads;
+  const int64_t block = part.span->masking == ort_accel::CAUSAL ? QUERY_BLOCK / 2 : QUERY_BLOCK;
+  pack_sequence<T>(given, *part.span, part.key_head, space);
+  for (int64_t head = part.key_head * group; head < (part.key_head + 1) * group; ++head) {
+    for (int64_t begin = part.queries.begin; begin < part.queries.end; begin += block) {
+      differentiate_queries<T>(given, part, head, {begin, least(begin + block, part.queries.end)}, space);
     }
   }
-  for (int64_t key = 0; key < key_count(span); ++key) {
-    const int64_t row = span.key_begin + key;
-    write_row(space.key_grads + key * space.width, given.dim, 1.0f, row_of<T>(given.key_grad, row, key_head));
-    write_row(space.value_grads + key * space.value_width, given.value_dim, given.raise,
-              row_of<T>(given.value_grad, row, key_head));
+  if (part.has_key_grads) write_key_gradients<T>(given, part, space);
+}
+
+/// How sequences are divided: into parts of so many queries for their gradients, and of so many keys for those of keys.
+struct Division {
+  int64_t queries;
+  int64_t keys;
+
+  bool is_whole() const { return queries == EVERYTHING; }
+  int64_t query_parts(const AttentionSpan& span) const { return (query_count(span) - 1) / queries + 1; }
+  int64_t key_parts(const AttentionSpan& span) const { return is_whole() ? 0 : (key_count(span) - 1) / keys + 1; }
+  int64_t parts(const AttentionSpan& span) const { return query_parts(span) + key_parts(span); }
+};
+
+inline Division division_of(const Attention& given) {
+  const bool is_whole = given.sequences * given.key_heads * 3 / 2 >= given.threads;
+  return is_whole ? Division{EVERYTHING, EVERYTHING} : Division{PART_QUERIES, PART_KEYS};
+}
+
+/// Returns a task: tasks are counted by sequence, head of keys and part.
+inline Part part_of(const Attention& given, const Division& division, int64_t task) {
+  const AttentionSpan* span = given.spans;
+  while (task >= division.parts(*span) * given.key_heads) task -= division.parts(*span++) * given.key_heads;
+  const int64_t number = task % division.parts(*span), key_head = task / division.parts(*span);
+  const Indices all_queries{0, query_count(*span)}, all_keys{0, key_count(*span)};
+  if (division.is_whole()) return {span, key_head, all_queries, all_keys, true, true};
+  const int64_t key_part = number - division.query_parts(*span);
+  if (key_part < 0) {
+    const int64_t begin = number * division.queries;
+    return {span, key_head, {begin, least(begin + division.queries, all_queries.end)}, all_keys, true, false};
   }
+  const int64_t begin = key_part * division.keys;
+  return {span, key_head, all_queries, {begin, least(begin + division.keys, all_keys.end)}, false, true};
 }
 
 /// Computes the gradients of queries, keys and values. Returns 0, or 1 if memory is lacking.
 int attention_backward(const Attention* given) {
-  const int64_t tasks = given->sequences * given->key_heads;
-  const bool is_done = run_tasks<BackwardSpace>(tasks, *given, [given](int64_t task, BackwardSpace& space) {
-    const AttentionSpan& span = given->spans[task / given->key_heads];
-    const int64_t key_head = task % given->key_heads;
-    given->is_bfloat16 ? differentiate_sequence<BFloat16>(*given, span, key_head, space)
-                       : differentiate_sequence<float>(*given, span, key_head, space);
+  const Division division = division_of(*given);
+  int64_t tasks = 0;
+  for (int64_t at = 0; at < given->sequences; ++at) tasks += division.parts(given->spans[at]) * given->key_heads;
+  const bool is_done = run_tasks<BackwardSpace>(tasks, *given, [&](int64_t task, BackwardSpace& space) {
+    const Part part = part_of(*given, division, task);
+    given->is_bfloat16 ? differentiate_part<BFloat16>(*given, part, space)
+                       : differentiate_part<float>(*given, part, space);
   });
   return is_done ? 0 : 1;
 }
