@@ -1,0 +1,36 @@
+"""What tests of native kernels share: levels, sizes, and floats next to each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ort_accel.native.library import native_library
+from ort_accel.native.run_kernel import level, use_torch_threads
+
+if native_library() is None:
+    pytest.skip("the native library was not built", allow_module_level=True)
+
+use_torch_threads()
+
+LEVELS = range(level() + 1)
+SIZES = (0, 1, 2, 7, 15, 16, 17, 31, 33, 100, 511, 512, 513, 1000, 40_003)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+SPECIAL = (0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-38, 3e38, -3e38, torch.inf, -torch.inf, torch.nan)
+
+
+def with_special_values(values: Tensor) -> Tensor:
+    """Writes zeros, denormals, infinities and NaN at the end of a flat tensor, as far as it has room."""
+    count = min(len(SPECIAL), len(values))
+    values[len(values) - count :] = torch.tensor(SPECIAL[:count]).to(values.dtype)
+    return values
+
+
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    """True if two tensors have the same bits, except those of NaN."""
+    assert found.dtype == expected.dtype
+    whole = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[found.element_size()]
+    different = found.view(whole) != expected.view(whole)
+    return not (different & ~(found.isnan() & expected.isnan())).any()
