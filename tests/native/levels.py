@@ -34,3 +34,22 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
     whole = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[found.element_size()]
     different = found.view(whole) != expected.view(whole)
     return not (different & ~(found.isnan() & expected.isnan())).any()
+
+
+def assert_as_exact(found: Tensor, eager: Tensor, exact: Tensor, scale: float = 0.0) -> None:
+    """Asserts that a result errs at most four times as much as eager's, or as its type's rounding.
+
+    Rounding is that of the largest exact number, or of `scale`, where numbers of that size are subtracted. NaN and
+    infinities have to be where eager has them.
+    """
+    assert found.dtype == eager.dtype
+    assert found.shape == eager.shape
+    finite = eager.isfinite() & exact.isfinite()
+    assert torch.equal(found.isnan(), eager.isnan())
+    assert torch.equal(found[eager.isinf()], eager[eager.isinf()])
+    if not finite.any():
+        return
+    exact = exact[finite].double()
+    ours, theirs = ((one[finite].double() - exact).abs().max() for one in (found, eager))
+    rounding = torch.finfo(found.dtype).eps * max(float(exact.abs().max()), scale)
+    assert ours <= 4 * max(theirs, rounding), f"{ours} against eager's {theirs}, rounding {rounding}"

@@ -154,24 +154,18 @@ void scale_by_bits(const float* x, const uint8_t* bits, int64_t count, float sca
   for (; at < count; ++at) out[at] = x[at] * (bits[at / 8] >> at % 8 & 1 ? scale : 0.0f);
 }
 
-template <typename T>
-void scale_tiles(const T* x, const uint8_t* bits, int64_t count, float scale, T* out) {
+/// Multiplies by `scale` where a bit is set, and by 0 elsewhere: a dropout's gradient, or a dropout drawn before.
+void apply_dropout(const void* x, const uint8_t* bits, int64_t count, double scale, int64_t element, void* out) {
+  const Input input{x, element};
+  const Output output{out, element};
   parallel_for((count + TILE - 1) / TILE, GRAIN / TILE, [=](int64_t begin, int64_t end) {
     float buffer[TILE];
     for (int64_t at = begin * TILE; at < end * TILE && at < count; at += TILE) {
       const int64_t taken = count - at < TILE ? count - at : TILE;
-      float* const scaled = narrow_from(out + at, buffer);
-      scale_by_bits(widen(x + at, taken, buffer), bits + at / 8, taken, scale, scaled);
-      narrow(scaled, taken, out + at);
+      float* const scaled = output.place(at, buffer);
+      scale_by_bits(input.read(at, taken, buffer), bits + at / 8, taken, static_cast<float>(scale), scaled);
+      output.write(scaled, at, taken);
     }
-  });
-}
-
-/// Multiplies by `scale` where a bit is set, and by 0 elsewhere: a dropout's gradient, or a dropout drawn before.
-void apply_dropout(const void* x, const uint8_t* bits, int64_t count, double scale, int64_t element, void* out) {
-  with_element(element, [=](auto type) {
-    using T = decltype(type);
-    scale_tiles(static_cast<const T*>(x), bits, count, static_cast<float>(scale), static_cast<T*>(out));
   });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 
 #include "kernels/kernel.h"
 
@@ -63,25 +64,11 @@ inline Float16 store<Float16>(float value) {
 /// The elements that are converted to floats at a time: a multiple of every vector's length, and few enough for the cache.
 constexpr int64_t TILE = 512;
 
-/// Returns elements as floats: those of a buffer, or themselves.
-inline const float* widen(const float* values, int64_t, float*) { return values; }
-
 template <typename T>
-inline const float* widen(const T* __restrict values, int64_t count, float* __restrict buffer) {
+inline void widen(const T* __restrict values, int64_t count, float* __restrict buffer) {
 #pragma omp simd
   for (int64_t at = 0; at < count; ++at) buffer[at] = load(values[at]);
-  return buffer;
 }
-
-/// Returns where floats are to be written that `narrow` then turns into elements.
-inline float* narrow_from(float* values, float*) { return values; }
-
-template <typename T>
-inline float* narrow_from(T*, float* buffer) {
-  return buffer;
-}
-
-inline void narrow(const float*, int64_t, float*) {}
 
 template <typename T>
 inline void narrow(const float* __restrict buffer, int64_t count, T* __restrict values) {
@@ -89,12 +76,49 @@ inline void narrow(const float* __restrict buffer, int64_t count, T* __restrict 
   for (int64_t at = 0; at < count; ++at) values[at] = store<T>(buffer[at]);
 }
 
-/// Calls `run(T{})` with the type of an element code.
-template <typename Run>
-inline void with_element(int64_t element, const Run& run) {
-  if (element == FLOAT32) run(float{});
-  if (element == BFLOAT16) run(BFloat16{});
-  if (element == FLOAT16) run(Float16{});
-}
+/// Elements that a kernel reads. An operand that is left out has no base.
+struct Input {
+  const void* base;
+  int64_t element;
+
+  explicit operator bool() const { return base != nullptr; }
+
+  /// Returns `count` elements as floats: those in memory, or others in a buffer.
+  const float* read(int64_t first, int64_t count, float* buffer) const {
+    if (element == FLOAT32) return static_cast<const float*>(base) + first;
+    if (element == BFLOAT16) widen(static_cast<const BFloat16*>(base) + first, count, buffer);
+    if (element == FLOAT16) widen(static_cast<const Float16*>(base) + first, count, buffer);
+    return buffer;
+  }
+};
+
+/// Elements that a kernel writes: floats at `place`, which `write` then rounds.
+struct Output {
+  void* base;
+  int64_t element;
+
+  explicit operator bool() const { return base != nullptr; }
+
+  float* place(int64_t first, float* buffer) const {
+    return element == FLOAT32 ? static_cast<float*>(base) + first : buffer;
+  }
+
+  void write(const float* placed, int64_t first, int64_t count) const {
+    if (element == BFLOAT16) narrow(placed, count, static_cast<BFloat16*>(base) + first);
+    if (element == FLOAT16) narrow(placed, count, static_cast<Float16*>(base) + first);
+  }
+};
+
+/// Memory for floats, freed at the end of a block.
+struct Scratch {
+  float* const at;
+
+  explicit Scratch(int64_t count) : at(static_cast<float*>(malloc(static_cast<size_t>(count) * sizeof(float)))) {
+    if (!at && count > 0) abort();
+  }
+  ~Scratch() { free(at); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+};
 
 }  // namespace
