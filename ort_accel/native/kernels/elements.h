@@ -86,8 +86,11 @@ struct Input {
   /// Returns `count` elements as floats: those in memory, or others in a buffer.
   const float* read(int64_t first, int64_t count, float* buffer) const {
     if (element == FLOAT32) return static_cast<const float*>(base) + first;
-    if (element == BFLOAT16) widen(static_cast<const BFloat16*>(base) + first, count, buffer);
-    if (element == FLOAT16) widen(static_cast<const Float16*>(base) + first, count, buffer);
+    if (element == BFLOAT16) {
+      widen(static_cast<const BFloat16*>(base) + first, count, buffer);
+    } else {
+      widen(static_cast<const Float16*>(base) + first, count, buffer);
+    }
     return buffer;
   }
 };
