@@ -67,7 +67,7 @@ def test_an_activation_and_its_gradient(name, count, dtype, level):
     number, forward, backward = FUNCTIONS[name]
     x, grad = values(count, dtype), torch.randn(count).to(dtype)
     if name == "gelu":
-        x[x > 1e30] = 5.0  # eager's is infinite, or even NaN
+        x[x > 1e4] = 5.0  # eager's results are infinite, or even NaN
     out, grad_x = torch.empty_like(x), torch.empty_like(x)
     run_kernel("activation", number, x, None, 1, count, ELEMENTS[dtype], out, level=level)
     assert_as_exact(out, forward(x), forward(x.double()), scale=1.0)
