@@ -76,8 +76,8 @@ class _Builder:
         self._strided: dict[fx.Node, Strided] = {}
         self._last_draw: ir.Value | None = None
         for position, (node, order) in enumerate(zip(self._inputs, self._orders, strict=True)):
-            given = self._graph.input(f"input_{position}", in_order(node.meta["val"], order))
-            self._strided[node] = Strided(given.value, dense(node.meta["val"]))
+            operand = self._graph.input(f"input_{position}", in_order(node.meta["val"], order))
+            self._strided[node] = Strided(operand.value, dense(node.meta["val"]))
         for position, node in enumerate(self._framed):
             fake = node.meta["val"]
             self._strided[node] = Strided(

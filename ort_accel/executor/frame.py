@@ -41,7 +41,7 @@ class Frame:
         finally:
             library = native_library()
             assert library is not None
-            library.ort_accel_release(ctypes.c_void_p(frame.data_ptr()), ctypes.c_int64(len(self._readers)))
+            library.ort_accel_release(frame.data_ptr(), len(self._readers))
 
     def _lay_out(self, tensors: list[torch.Tensor], symbols: Symbols) -> None:
         """Replaces tensors that do not lie in memory as the graph was compiled for."""

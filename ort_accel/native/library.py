@@ -44,9 +44,13 @@ def native_library() -> ctypes.CDLL | None:
 
 
 def kernel(name: str, *argument_types: type[Any], level: int | None = None) -> ctypes._FuncPointer:
-    """Returns a kernel as a function, in its variant for an instruction set; by default for this processor's best."""
+    """Returns a kernel as a function, in its variant for an instruction set; by default for this processor's best.
+
+    It runs on PyTorch's threads where torch is imported.
+    """
     library = native_library()
     assert library is not None, native_status().missing
+    library.ort_accel_attach()
     address = library.ort_accel_kernel(name.encode(), library.ort_accel_level() if level is None else level)
     assert address, f"the native library has no kernel {name}"
     return ctypes.CFUNCTYPE(None, *argument_types)(address)
@@ -83,6 +87,10 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.ort_accel_level.argtypes = ()
     library.ort_accel_has_level.restype = ctypes.c_bool
     library.ort_accel_has_level.argtypes = (ctypes.c_int,)
+    library.ort_accel_attach.restype = ctypes.c_char_p
+    library.ort_accel_attach.argtypes = ()
+    library.ort_accel_release.restype = None
+    library.ort_accel_release.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     library.ort_accel_kernel.restype = ctypes.c_void_p
     library.ort_accel_kernel.argtypes = (ctypes.c_char_p, ctypes.c_int)
     return library

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from ort_accel.native.attention import Masking, PackedAttention, Span
-from tests.native.levels import assert_near, each_level, each_type, needs_library
-
-pytestmark = needs_library
+from tests.native.levels import assert_near, each_level, each_type
 
 FULL, CAUSAL, MASKED = Masking
 KEEP = 0.75

@@ -11,9 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ort_accel.native.library import kernel
-from tests.native.levels import assert_near, each_level, each_type, needs_library
-
-pytestmark = needs_library
+from tests.native.levels import assert_near, each_level, each_type
 
 IGNORED = -100
 

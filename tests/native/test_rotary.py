@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from ort_accel.native.library import kernel
-from tests.native.levels import assert_near, each_level, each_type, needs_library
-
-pytestmark = needs_library
+from tests.native.levels import assert_near, each_level, each_type
 
 _THREE = ctypes.c_int64 * 3
 

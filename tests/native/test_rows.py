@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from ort_accel.native.library import kernel
-from tests.native.levels import each_level, each_type, needs_library
-
-pytestmark = needs_library
+from tests.native.levels import each_level, each_type
 
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
 SHAPES = [(0, 5, 3), (1, 1, 1), (7, 3, 17), (40, 9, 100), (300, 50, 700), (33, 1, 4096)]

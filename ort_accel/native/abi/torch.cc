@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
+
 #include "kernels/kernel.h"
 
 namespace ort_accel::torch {
@@ -47,7 +49,10 @@ const char* find_functions() {
 }  // namespace
 
 const char* attach() {
-  static const char* const missing = find_functions();
+  static std::atomic<bool> is_found{false};  // torch may be imported after the first call
+  if (is_found) return nullptr;
+  const char* missing = find_functions();
+  is_found = !missing;
   return missing;
 }
 
