@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ort_accel.cli.benchmark import machine
 from ort_accel.cli.benchmark.timing import in_turns
-from ort_accel.native.run_kernel import ELEMENTS, run_kernel, use_torch_threads
+from ort_accel.native.run_kernel import ELEMENTS, run_kernel
 
 aten = torch.ops.aten
 Pair = tuple[Callable[[], object], Callable[[], object]]
@@ -128,7 +128,6 @@ def native_kernels(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it.")] = None,
 ) -> None:
     """Times kernels and eager in turns, on PyTorch's threads."""
-    use_torch_threads()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("", "eager, ms", "kernel, ms", "times as fast"):
         table.add_column(heading, justify="right" if heading else "left")

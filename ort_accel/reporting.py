@@ -61,6 +61,18 @@ CHOICES = {
 }
 
 
+COVERAGE = (
+    "sessions",
+    "nodes",
+    "nodes_in_onnxruntime",
+    "nodes_by_pytorch_in_onnxruntime",
+    "flops",
+    "flops_in_onnxruntime",
+    "flops_by_pytorch_in_onnxruntime",
+)
+"""The numbers of `Report.coverage`. PyTorch's kernels that a session calls count as in ONNX Runtime, and apart."""
+
+
 class Runner(StrEnum):
     """The runtime that runs a segment."""
 
@@ -90,11 +102,20 @@ class Segment:
     """The number of nodes of each operator."""
     flops: float = 0.0
     """Floating point operations of its matrix products and convolutions, at the sizes it was compiled with."""
+    called_nodes: int = 0
+    """The nodes of a session that are calls of PyTorch's kernels."""
+    called_flops: float = 0.0
 
     @property
     def nodes(self) -> int:
         """Returns the number of nodes."""
         return sum(self.ops.values())
+
+    def coverage(self) -> tuple[float, ...]:
+        """Returns what it adds to the numbers of `Report.coverage`."""
+        share = self.runner is Runner.ORT  # 1 or 0
+        nodes = self.nodes, share * self.nodes, share * self.called_nodes
+        return share, *nodes, self.flops, share * self.flops, share * self.called_flops
 
 
 @dataclass(frozen=True)
@@ -352,6 +373,16 @@ class Report:
         return ours, sum(amount for _, amount in amounts)
 
     @property
+    def coverage(self) -> dict[str, dict[str, float]]:
+        """Returns by direction what runs in sessions of ONNX Runtime, and whose kernels compute it."""
+        found: dict[str, dict[str, float]] = {}
+        for segment in self.segments:
+            shares = found.setdefault(segment.graph.split()[0], dict.fromkeys(COVERAGE, 0))
+            for name, amount in zip(COVERAGE, segment.coverage(), strict=True):
+                shares[name] += amount
+        return found
+
+    @property
     def set_up_seconds(self) -> float:
         """Returns the seconds of all phases of start-up work."""
         return sum(self.timings.values())
@@ -372,6 +403,7 @@ class Report:
                 {"name": f.name, "state": f.state.value, "reason": f.reason, "effect": f.effect}
                 for f in self.features.values()
             ],
+            "coverage": self.coverage,
             "segments": [
                 {"graph": s.graph, "runner": s.runner.value, "nodes": s.nodes, "ops": dict(s.ops), "flops": s.flops}
                 for s in self.segments

@@ -132,10 +132,15 @@ class _ProgramBuilder:
     ) -> None:
         self._module, self._lowering, self._name, self._is_lasting = module, lowering, name, is_lasting
         self._assignment, self._free, self._cuts = assignment, assignment.free, cuts
-        self.records = [Segment(name, c.runner, count_ops(c.nodes), sum(map(flops, c.nodes))) for c in cuts]
+        self.records = [self._record(item) for item in cuts]
         self._registers: dict[fx.Node, int] = {}
         self._not_handed_over: dict[int, int] = {}
         """By the position of a gradient among the outputs, the register of what its parameter did not take."""
+
+    def _record(self, item: Cut) -> Segment:
+        called = [node for node in item.nodes if node in self._assignment.called]
+        amounts = sum(map(flops, item.nodes)), len(called), sum(map(flops, called))
+        return Segment(self._name, item.runner, count_ops(item.nodes), *amounts)
 
     def program(self, gradients: Gradients = ()) -> Program:
         """Returns the program: it casts weights first, and hands gradients over as soon as nothing reads them."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ort_accel.kernels import attention_varlen_cuda
+from ort_accel.kernels import attention_native, attention_varlen_cuda
 from ort_accel.kernels.attention_dense import PYTORCH_ATTENTION, AttentionFailed, AttentionKernels
 from ort_accel.kernels.attention_precision import additive_mask
 from ort_accel.kernels.packed_spans import CAUSAL, FULL, MASKED, Batch, Pairs, has_varlen
@@ -99,6 +99,8 @@ def attention(
     given = _Attention(query, key, value, Pairs(spans, query_rows, key_rows, mask, kept), keep, scale)
     if lengths := given.varlen_lengths():
         return attention_varlen_cuda.forward(query, key, value, lengths, scale)
+    if kernels is PYTORCH_ATTENTION and attention_native.runs((query, key, value), given.pairs):
+        return attention_native.forward(query, key, value, given.pairs, keep, given.factor)
     if given.is_fused or given.drops(kernels):
         with suppress(AttentionFailed):
             return _by_kernels(kernels, given)
@@ -140,6 +142,9 @@ def attention_backward(
     given = _Attention(query, key, value, Pairs(spans, query_rows, key_rows, mask, kept), keep, scale)
     if lengths := given.varlen_lengths():
         return attention_varlen_cuda.backward(grad, query, key, value, (out, logsumexp), lengths, scale)
+    if kernels is PYTORCH_ATTENTION and attention_native.runs((query, key, value, grad), given.pairs):
+        operands = (query, key, value)
+        return attention_native.backward(grad, operands, (out, logsumexp), given.pairs, keep, given.factor)
     if given.is_fused or given.drops(kernels):
         with suppress(AttentionFailed):
             return _by_kernels_backward(kernels, grad, (out, logsumexp), given)

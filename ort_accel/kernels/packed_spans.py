@@ -45,7 +45,7 @@ class _RowRange(NamedTuple):
         return pairs.index_select(dim, self.positions % size)
 
 
-class _Sequence(NamedTuple):
+class PackedSequence(NamedTuple):
     """The queries of one sequence, and the keys that they attend to."""
 
     number: int
@@ -61,7 +61,7 @@ class _Sequence(NamedTuple):
 class Batch(NamedTuple):
     """Consecutive sequences of equal lengths and masking, which one kernel call runs."""
 
-    members: Sequence[_Sequence]
+    members: Sequence[PackedSequence]
     pairs_given: Pairs
 
     @property
@@ -132,14 +132,14 @@ class Pairs:
             groups[key] = list(self._groups(most_pairs))
         return [Batch(members, self) for members in groups[key]]
 
-    def _groups(self, most_pairs: int | None) -> Iterator[Sequence[_Sequence]]:
+    def _groups(self, most_pairs: int | None) -> Iterator[Sequence[PackedSequence]]:
         for _, group in groupby(self.parsed.sequences, key=self._form):
             members = list(group)
             if pairs := members[0].pairs:
                 size = len(members) if most_pairs is None else max(1, most_pairs // pairs)
                 yield from (members[start : start + size] for start in range(0, len(members), size))
 
-    def _form(self, sequence: _Sequence) -> Hashable:
+    def _form(self, sequence: PackedSequence) -> Hashable:
         """Return what the sequences of a batch have in common. A sequence with gaps is a batch of its own."""
         sides = sequence.queries, sequence.keys
         if not sequence.pairs or any(side.positions is not None for side in sides):
@@ -154,8 +154,8 @@ class ParsedSpans(NamedTuple):
 
     query_rows: Tensor
     key_rows: Tensor
-    sequences: Sequence[_Sequence]
-    groups: dict[Hashable, Sequence[Sequence[_Sequence]]]
+    sequences: Sequence[PackedSequence]
+    groups: dict[Hashable, Sequence[Sequence[PackedSequence]]]
     """The members of each batch, by the most pairs and by the sizes of the masks."""
     every_query_attends: bool
     """Each row of queries has keys, so that its result is written."""
@@ -176,7 +176,7 @@ def _parse(spans: Tensor, query_rows: Tensor, key_rows: Tensor) -> ParsedSpans:
     sequences = []
     for number, (first_query, end_query, first_key, end_key, masking) in enumerate(spans.tolist()):
         query_range = _row_range(query_rows, queries, first_query, end_query)
-        sequences.append(_Sequence(number, query_range, _row_range(key_rows, keys, first_key, end_key), masking))
+        sequences.append(PackedSequence(number, query_range, _row_range(key_rows, keys, first_key, end_key), masking))
     attending = [sequence for sequence in sequences if sequence.pairs]
     every_query = sum(one.queries.length for one in attending) == len(queries)
     every_key = sum(one.keys.length for one in attending) == len(keys)
@@ -193,7 +193,7 @@ def _row_range(rows: Tensor, positions: Sequence[int], begin: int, end: int) -> 
     return _RowRange(begin, end, positions[begin], None if is_consecutive else rows[begin:end])
 
 
-def _varlen_lengths(sequences: Sequence[_Sequence], device: torch.device) -> attention_varlen_cuda.Lengths | None:
+def _varlen_lengths(sequences: Sequence[PackedSequence], device: torch.device) -> attention_varlen_cuda.Lengths | None:
     if not has_varlen(device) or any(sequence.masking == MASKED for sequence in sequences):
         return None
     queries = [(one.queries.begin, one.queries.end) for one in sequences]

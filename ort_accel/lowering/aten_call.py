@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ort_accel.graph.nodes import CHECKS, fakes_in, is_data_dependent, is_getitem, is_watch_call, writes
+from ort_accel.graph.nodes import CHECKS, fakes_in, is_data_dependent, is_getitem, is_view, is_watch_call, writes
 from ort_accel.kernels import number_ops
 from ort_accel.kernels.host_copies import is_host_copy
 from ort_accel.kernels.output_buffers import out_overload
@@ -74,7 +74,7 @@ def why_not_callable(node: fx.Node) -> str:
     if writes(node) or is_data_dependent(node) or is_watch_call(node) or is_host_copy(node):
         return "its place among the other nodes is fixed, or its sizes follow from data"
     returns = {kind for item in node.target._schema.returns for kind in _kinds(item.real_type)}
-    if not returns <= {"TensorType", "IntType", "SymIntType"}:
+    if not is_view(node) and not returns <= {"TensorType", "IntType", "SymIntType"}:
         return "it returns lists"
     results = fakes_in(node.meta.get("val"))
     for tensor in fakes_in([item.meta.get("val") for item in node.all_input_nodes]) + results:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ort_accel.kernels import attention_packed, attention_precision, packed_spans
+from ort_accel.kernels import attention_native, attention_packed, attention_precision, packed_spans
 from ort_accel.kernels.attention_packed import CAUSAL, FULL, MASKED
 from ort_accel.kernels.packed_rows import own
 
@@ -104,7 +104,13 @@ def test_sequences_that_are_alike_run_together(kind, keep, monkeypatch):
     torch.testing.assert_close(together, alone)
 
 
-def test_layers_of_one_batch_share_which_sequences_are_alike(monkeypatch):
+@pytest.fixture
+def without_native_kernels(monkeypatch):
+    """Attention runs as it does where the native library is missing."""
+    monkeypatch.setattr(attention_native, "runs", lambda *_: False)
+
+
+def test_layers_of_one_batch_share_which_sequences_are_alike(monkeypatch, without_native_kernels):
     asked = []
     form = packed_spans.Pairs._form
     monkeypatch.setattr(packed_spans.Pairs, "_form", lambda *how: asked.append(1) or form(*how))
@@ -200,7 +206,7 @@ def test_sixteen_bits_are_at_least_as_precise_as_pytorchs_kernel(kind, dtype, mo
         assert error <= 1.1 * allowed
 
 
-def test_sequences_whose_weights_are_many_run_a_few_at_a_time(monkeypatch):
+def test_sequences_whose_weights_are_many_run_a_few_at_a_time(monkeypatch, without_native_kernels):
     """Seven alike sequences, of which the weights of three at a time are allowed; the bits are those of all at once."""
     torch.manual_seed(0)
     ends = torch.arange(1, 8) * 4
@@ -290,7 +296,7 @@ def test_there_is_a_kernel_for_cuda(operator):
 @pytest.mark.parametrize("kind", [FULL, CAUSAL, MASKED], ids=["full", "causal", "masked"])
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("spare_keys", [0, 2], ids=["all keys", "keys that nobody looks at"])
-def test_what_runs_as_a_whole_is_not_copied(dtype, kind, sequences, spare_keys, monkeypatch):
+def test_what_runs_as_a_whole_is_not_copied(dtype, kind, sequences, spare_keys, monkeypatch, without_native_kernels):
     torch.manual_seed(0)
     length = 5
     edges = torch.arange(sequences) * length
