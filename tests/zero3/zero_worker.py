@@ -107,7 +107,7 @@ def batches(rank, count, lengths=(7,)):
         yield {"input_ids": ids, "labels": ids}
 
 
-def train(engine, rank, steps=10, lengths=(7,)):
+def train(engine, rank, steps=8, lengths=(7,)):
     torch.manual_seed(rank)
     losses = []
     for batch in batches(rank, 2 * steps, lengths):
@@ -203,7 +203,7 @@ def whole_model(rank, stage):
     return found | {"furthest": furthest(found.pop("weights stock"), found.pop("weights mine"))}
 
 
-def train_plainly(model, rank, steps=10):
+def train_plainly(model, rank, steps=8):
     """The same without DeepSpeed: under DDP or FSDP2."""
     torch.manual_seed(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
