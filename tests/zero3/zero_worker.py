@@ -20,7 +20,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 import ort_accel
 from ort_accel.compiler.layer_by_layer import layers_of
-from ort_accel.hf.deepspeed_hooks import move_hooks_to_engine
+from ort_accel.hf.accelerate_hooks import move_hooks_to_engine
 from ort_accel.run import end
 from ort_accel.subscribers import SubscriberManager, ZeROOffloadSubscriber
 from ort_accel.zero3 import activate, deepspeed_interfaces, live_parameters
