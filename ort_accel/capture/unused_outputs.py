@@ -35,10 +35,7 @@ class PartialGradient:
 
 
 def partial_gradients(joint: fx.Graph, outputs: int) -> list[PartialGradient]:
-    """Return the gradients of a joint graph that depend on some of its forward's `outputs` only.
-
-    The list is empty if an incoming gradient is not described as that of an output.
-    """
+    """Return the gradients of a joint graph that depend on some `outputs` only; none if one is not described."""
     inputs = joint.find_nodes(op="placeholder")
     index_of = {name: index for index, name in enumerate(joint.output_node().meta.get("desc", ())[:outputs])}
     tangents = {node: index_of.get(node.meta["desc"].output) for node in inputs if _is_tangent(node)}

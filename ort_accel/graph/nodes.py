@@ -40,10 +40,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def user_line(node: fx.Node) -> str:
-    """Returns the model's line that made a node: `modeling_bert.py:233: hidden = self.dense(hidden)`.
-
-    A line of a PyTorch module is returned only if there is no other.
-    """
+    """Returns the model's line that made a node (`modeling_bert.py:233: x = self.dense(x)`), else PyTorch's."""
     trace = node.meta.get("stack_trace") or ""
     if GRADIENT_ACC_SPECIAL_STACK in trace:  # a sum of gradients, whose trace is that of one summand
         return ""

@@ -33,10 +33,7 @@ def _compare(numbers: Tensor, probability: float, result: Tensor) -> None:
 
 @cache
 def _bernoulli_compares_bits() -> bool:
-    """True if `bernoulli` compares the bits of each number of the generator, as `_compare` does.
-
-    It does not on Intel's processors, where MKL draws from other numbers. Elsewhere, `_compare` is faster.
-    """
+    """True if `bernoulli` compares bits as the faster `_compare` does; on Intel's processors MKL draws others."""
     drawn, compared = (torch.Generator().manual_seed(7) for _ in range(2))
     expected = torch.empty(4099, dtype=torch.bool).bernoulli_(0.3, generator=drawn)
     found = torch.empty(4099, dtype=torch.bool)
