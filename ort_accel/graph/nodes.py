@@ -92,11 +92,9 @@ def is_data_dependent(node: fx.Node) -> bool:
 
     Such tensors may be empty, and some kernels of ONNX Runtime return wrong results for empty tensors.
     """
-    return node.target in CHECKS or _reads_data(node) or any(map(_is_of_data, (node, *node.all_input_nodes)))
-
-
-def _is_of_data(node: fx.Node) -> bool:
-    return is_data_dependent_scalar(node) or _has_data_size(node)
+    around = (node, *node.all_input_nodes)
+    has_data = any(is_data_dependent_scalar(item) or _has_data_size(item) for item in around)
+    return has_data or node.target in CHECKS or _reads_data(node)
 
 
 def _has_data_size(node: fx.Node) -> bool:
