@@ -14,6 +14,8 @@ TEAM := -n 2 --dist worksteal
 ON_BOTH := $(addprefix tests/,autotune executor graph kernels lowering memory native operators partition passes runtime engine/test_training.py)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# Two processes of tests share the cores, so OpenMP's threads sleep rather than spin between loops.
+export OMP_WAIT_POLICY := passive
 
 .DEFAULT_GOAL := help
 .PHONY: help setup native wheel sanitize demo test say-inference-only test-training test-inference test-all lint format docs lock clean

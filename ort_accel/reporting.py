@@ -340,6 +340,33 @@ class Report:
         """Record a figure of one step."""
         self.series.setdefault(name, Series()).add(step, value)
 
+    def graph_entries(self, since: Report | None = None) -> Report:
+        """Return a copy of the entries about graphs: all of them, or those that were added since an earlier copy."""
+        before = since or Report()
+        fallbacks = self._fallbacks - before._fallbacks
+        return Report(
+            features={key: item for key, item in self.features.items() if before.features.get(key) != item},
+            segments=self.segments[len(before.segments) :],
+            races=self.races[len(before.races) :],
+            counters=self.counters - before.counters,
+            notes=self.notes[len(before.notes) :],
+            memory={key: item for key, item in self.memory.items() if before.memory.get(key) != item},
+            _fallbacks=fallbacks,
+            _lines={key: self._lines[key] for key in fallbacks},
+        )
+
+    def add(self, entries: Report) -> None:
+        """Add the entries about graphs of another report."""
+        self.features.update(entries.features)
+        self.segments.extend(entries.segments)
+        self.races.extend(entries.races)
+        self.counters.update(entries.counters)
+        for text in entries.notes:
+            self.note(text)
+        self.memory.update(entries.memory)
+        self._fallbacks.update(entries._fallbacks)
+        self._lines = entries._lines | self._lines
+
     @contextmanager
     def timed(self, phase: str, graph: str = "") -> Iterator[None]:
         """Add the time spent within the context to a phase."""

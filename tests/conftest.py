@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
 from torch._dynamo.pgo import reset_code_state
 
 from ort_accel.eager import comparison
@@ -15,7 +16,14 @@ WHY_NOT = comparison.why_not
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from walking through everything that was imported, each time that a test compiles."""
+    """Spare what takes long each time that a test compiles or sets a seed.
+
+    The garbage collector walks through everything that was imported. `torch.manual_seed` formats the stack for each
+    kind of device that is not there, to seed it later.
+    """
+    for devices in (torch.cuda, torch.xpu, torch.mtia):
+        if not devices.is_available():
+            devices.manual_seed_all = lambda seed: None
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

@@ -102,3 +102,24 @@ def test_a_series_keeps_few_points_and_loses_neither_steps_nor_extremes(steps):
     ends = [point.step + point.count for point in points]
     assert [point.step for point in points] == [1, *ends[:-1]]
     assert len({point.count for point in points[:-1]}) <= 1
+
+
+def test_entries_of_a_graph_are_taken_from_one_report_and_added_to_another():
+    report = Report()
+    report.note("before")
+    report.fallback("aten.topk", Reason.UNSUPPORTED_OP, where="model.py:3")
+    before = report.graph_entries()
+    report.note("of the graph")
+    report.applied("padding")
+    report.fallback("aten.topk", Reason.UNSUPPORTED_OP, count=2, where="model.py:8")
+    report.segments.append(Segment("forward 0", Runner.ORT, {"aten.mm": 1}))
+    report.counters["compilations"] += 1
+    added = report.graph_entries(since=before)
+    assert before.fallbacks == [Fallback("aten.topk", Reason.UNSUPPORTED_OP, 1)], "a copy stays as it was"
+
+    other = Report()
+    other.add(added)
+    assert other.fallbacks == [Fallback("aten.topk", Reason.UNSUPPORTED_OP, 2)]
+    assert other.fallbacks[0].where == "model.py:3"
+    assert (other.notes, list(other.features), other.segments) == (["of the graph"], ["padding"], report.segments)
+    assert other.counters == {"compilations": 1}

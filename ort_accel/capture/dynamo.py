@@ -87,10 +87,7 @@ def capturing() -> Iterator[None]:
 
 
 def free_compiled(code: CodeType, backend: ref[Callable[..., object]]) -> None:
-    """Free all that was compiled for code that nothing calls any more, and its backend.
-
-    Dynamo itself keeps both for good. Code behind a graph break may be shared by models; its compilations stay.
-    """
+    """Free what was compiled for code that nothing calls any more, and its backend: Dynamo itself keeps both."""
     reset_code(code)
     for key, kept in list(eval_frame.cached_backends.items()):
         if getattr(kept, "compiler_fn", kept) is backend():

@@ -110,10 +110,7 @@ class Tracer:
         return smaller
 
     def conditions(self) -> Conditions:
-        """Move the guards on sizes of tables out of Dynamo's guards, and return them as a check.
-
-        Dynamo does not know the tables, so it cannot check them before it calls a graph.
-        """
+        """Move the guards on sizes of tables, which Dynamo does not know, out of its guards; return them as a check."""
         shapes = self._mode.shape_env
         assert shapes is not None
         symbols = {symbol for fake in self._tables for size in fake.shape for symbol in _symbols(size)}

@@ -35,13 +35,11 @@ class PartialGradient:
 
 
 def partial_gradients(joint: fx.Graph, outputs: int) -> list[PartialGradient]:
-    """Return the gradients of a joint graph that depend on some of its forward's `outputs` only.
-
-    The list is empty if an incoming gradient is not described as that of an output.
-    """
+    """Return the gradients of a joint graph that depend on some `outputs` only; none if one is not described."""
     inputs = joint.find_nodes(op="placeholder")
     index_of = {name: index for index, name in enumerate(joint.output_node().meta.get("desc", ())[:outputs])}
-    tangents = {node: index_of.get(node.meta["desc"].output) for node in inputs if _is_tangent(node)}
+    described = [(node, node.meta.get("desc")) for node in inputs]
+    tangents = {node: index_of.get(desc.output) for node, desc in described if isinstance(desc, TangentAOTInput)}
     known = {node: index for node, index in tangents.items() if index is not None}
     primals = [node for node in inputs if node not in tangents]
     gradients = returned(joint)[outputs:]
@@ -54,10 +52,6 @@ def partial_gradients(joint: fx.Graph, outputs: int) -> list[PartialGradient]:
     return [
         PartialGradient(edge, len(tensors), indices) for edge, indices in reached if indices and indices != everything
     ]
-
-
-def _is_tangent(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("desc"), TangentAOTInput)
 
 
 def _sources(joint: fx.Graph, tangents: dict[fx.Node, int]) -> dict[fx.Node, frozenset[int]]:

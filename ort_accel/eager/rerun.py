@@ -52,10 +52,7 @@ class CallInputs:
         )
 
     def keep(self, copies: dict[int, Tensor]) -> None:
-        """Copy all of them that training may change, unless they have changed already.
-
-        `copies` has the copies that several calls share, by the identity of the tensor.
-        """
+        """Copy all that training may change, unless it has changed; `copies` has what calls share, by identity."""
         if not self.is_kept and not self.has_changed:
             self._copies = [_copy(item, copies) for item in self._live]
 

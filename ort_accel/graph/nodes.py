@@ -40,10 +40,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def user_line(node: fx.Node) -> str:
-    """Returns the model's line that made a node: `modeling_bert.py:233: hidden = self.dense(hidden)`.
-
-    A line of a PyTorch module is returned only if there is no other.
-    """
+    """Returns the model's line that made a node (`modeling_bert.py:233: x = self.dense(x)`), else PyTorch's."""
     trace = node.meta.get("stack_trace") or ""
     if GRADIENT_ACC_SPECIAL_STACK in trace:  # a sum of gradients, whose trace is that of one summand
         return ""
@@ -95,11 +92,9 @@ def is_data_dependent(node: fx.Node) -> bool:
 
     Such tensors may be empty, and some kernels of ONNX Runtime return wrong results for empty tensors.
     """
-    return node.target in CHECKS or _reads_data(node) or any(map(_is_of_data, (node, *node.all_input_nodes)))
-
-
-def _is_of_data(node: fx.Node) -> bool:
-    return is_data_dependent_scalar(node) or _has_data_size(node)
+    around = (node, *node.all_input_nodes)
+    has_data = any(is_data_dependent_scalar(item) or _has_data_size(item) for item in around)
+    return has_data or node.target in CHECKS or _reads_data(node)
 
 
 def _has_data_size(node: fx.Node) -> bool:

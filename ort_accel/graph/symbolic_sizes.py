@@ -67,10 +67,7 @@ def is_known(size: Size) -> bool:
 
 
 def known_positive(size: Size) -> bool:
-    """True if a size is provably above zero for every input, without adding a guard.
-
-    Dynamo compiles the sizes 0 and 1 as fixed numbers, so that symbolic sizes begin at 2.
-    """
+    """True if a size is provably above zero for every input, without adding a guard; symbolic sizes begin at 2."""
     if isinstance(size, int):
         return size > 0
     return is_known(size) and bool(size.node.shape_env.bound_sympy(size.node.expr).lower > 0)

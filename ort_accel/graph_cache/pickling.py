@@ -120,22 +120,6 @@ def _operator(name: str) -> Any:
     return operator.attrgetter(name)(torch.ops)
 
 
-def _reduce_operator(obj: OpOverload | OpOverloadPacket) -> Reduced:
-    return _operator, (str(obj),)
-
-
-def _reduce_function(obj: FunctionType) -> Reduced:
-    return getattr(obj, "made_by", NotImplemented)
-
-
-def _reduce_size(obj: torch.SymInt) -> Reduced:
-    return expression, (expression(obj),)
-
-
-def _reduce_fake(obj: FakeTensor) -> Reduced:
-    return StoredFakeTensor, (tuple(map(expression, obj.shape)), obj.dtype, obj.device)
-
-
 def _reduce_tensor(obj: Tensor) -> Reduced:
     if obj.nbytes > MOST_BYTES or type(obj) is not Tensor:
         raise NotKeepable(f"a graph holds a {type(obj).__name__} of {obj.nbytes} bytes")
@@ -151,10 +135,6 @@ def _reduce_onnx_value(obj: ir.Value) -> Reduced:
     return _onnx_value, (obj.name,)
 
 
-def _reduce_node(obj: fx.Node) -> Reduced:
-    return StoredNode, (obj.name, {key: obj.meta[key] for key in META_KEYS if key in obj.meta})
-
-
 def _reduce_module(obj: fx.GraphModule) -> Reduced:
     indices: dict[Any, Any] = {node: _NodeIndex(index) for index, node in enumerate(obj.graph.nodes)}
     nodes = [
@@ -165,31 +145,19 @@ def _reduce_module(obj: fx.GraphModule) -> Reduced:
     return StoredModule, (nodes, {name: operator.attrgetter(name)(obj) for name in used})
 
 
-def _reduce_proposal(obj: Proposal) -> Reduced:
-    return Proposal, (None, obj.front, obj.unread, obj.work, obj.work_of)
-
-
-def _reduce_plan(obj: RowPlan) -> Reduced:
-    return RowPlan, (obj.demands, obj.sets, {}, obj.runs)
-
-
-def _reduce_demands(obj: RowAnalysis) -> Reduced:
-    return RowAnalysis, ({}, {}, {}, obj.attentions)
-
-
 _REDUCERS: dict[type, Callable[[Any], Reduced]] = {
-    FunctionType: _reduce_function,
-    OpOverload: _reduce_operator,
-    OpOverloadPacket: _reduce_operator,
-    torch.SymInt: _reduce_size,
-    FakeTensor: _reduce_fake,
+    FunctionType: lambda obj: getattr(obj, "made_by", NotImplemented),
+    OpOverload: lambda obj: (_operator, (str(obj),)),
+    OpOverloadPacket: lambda obj: (_operator, (str(obj),)),
+    torch.SymInt: lambda obj: (expression, (expression(obj),)),
+    FakeTensor: lambda obj: (StoredFakeTensor, (tuple(map(expression, obj.shape)), obj.dtype, obj.device)),
     Tensor: _reduce_tensor,
     ir.Value: _reduce_onnx_value,
-    fx.Node: _reduce_node,
+    fx.Node: lambda obj: (StoredNode, (obj.name, {key: obj.meta[key] for key in META_KEYS if key in obj.meta})),
     fx.GraphModule: _reduce_module,
-    Proposal: _reduce_proposal,
-    RowPlan: _reduce_plan,
-    RowAnalysis: _reduce_demands,
+    Proposal: lambda obj: (Proposal, (None, obj.front, obj.unread, obj.work, obj.work_of)),
+    RowPlan: lambda obj: (RowPlan, (obj.demands, obj.sets, {}, obj.runs)),
+    RowAnalysis: lambda obj: (RowAnalysis, ({}, {}, {}, obj.attentions)),
 }
 """Types with a way of their own: operators are pickled by name, analyses without what training steps do not need."""
 

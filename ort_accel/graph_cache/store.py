@@ -6,9 +6,7 @@ rewriting, differentiating, partitioning, lowering) is loaded, if an earlier pro
 
 from __future__ import annotations
 
-import copy
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,54 +30,14 @@ GRAPHS_LOADED, MADE = "graphs from an earlier start", "graphs kept for the next 
 PROCESS_COUNTERS = ("compilations", "cache hits", "cache misses", MADE)
 """Counters of this process's own work, which are not stored."""
 
-LIST_FIELDS, MAP_FIELDS, COUNTER_FIELDS = (
-    ("segments", "races", "notes"),
-    ("features", "memory", "_lines"),
-    ("counters", "_fallbacks"),
-)
-
-
-@dataclass(frozen=True)
-class ReportEntries:
-    """The entries of a report at one moment, or those that were added between two."""
-
-    parts: dict[str, Any]
-
-    @staticmethod
-    def of(report: Report) -> ReportEntries:
-        """Return all entries of a report that are about graphs."""
-        return ReportEntries(
-            {name: copy.copy(getattr(report, name)) for name in (*LIST_FIELDS, *MAP_FIELDS, *COUNTER_FIELDS)}
-        )
-
-    def since(self, before: ReportEntries) -> ReportEntries:
-        """Return the entries that were added since."""
-        parts, old = dict(self.parts), before.parts
-        for name in LIST_FIELDS:
-            parts[name] = parts[name][len(old[name]) :]
-        for name in MAP_FIELDS:
-            parts[name] = {key: value for key, value in parts[name].items() if old[name].get(key) != value}
-        for name in COUNTER_FIELDS:
-            added = parts[name] - old[name]
-            parts[name] = Counter({key: added[key] for key in added if key not in PROCESS_COUNTERS})
-        return ReportEntries(parts)
-
-    def add_to(self, report: Report) -> None:
-        """Add the entries to another report."""
-        for text in self.parts["notes"]:
-            report.note(text)
-        for name in (*MAP_FIELDS, *COUNTER_FIELDS):
-            getattr(report, name).update(self.parts[name])
-        for name in ("segments", "races"):
-            getattr(report, name).extend(self.parts[name])
-
 
 @dataclass(frozen=True)
 class StoredGraph:
     """A compiled graph, with the other results of compiling it."""
 
     run: Callable[..., Any]
-    entries: ReportEntries
+    entries: Report
+    """The entries that compiling it added to the report."""
     guards: Sequence[sympy.Basic]
     """Conditions on dynamic sizes under which the graph may run."""
     graphs: int
@@ -120,7 +78,7 @@ class GraphStore:
         except Exception as error:  # a condition on sizes that this graph does not have
             LOG.debug("conditions of a kept graph: %s", in_a_line(error))
             return False
-        kept.entries.add_to(self._report)
+        self._report.add(kept.entries)
         self._report.counters[GRAPHS_LOADED] += 1
         self._report.note(
             "graphs were taken from an earlier start (engine.cache_dir), with the figures that were measured then"
@@ -145,7 +103,7 @@ class CompilationRecord:
 
     def __init__(self, report: Report, shape_env: ShapeEnv | None) -> None:
         self._report, self._shapes = report, shape_env
-        self._entries, self._begin = ReportEntries.of(report), time.perf_counter()
+        self._before, self._begin = report.graph_entries(), time.perf_counter()
         self._guards = set(self._conditions())
         self._checks = self._other_checks()
 
@@ -162,8 +120,10 @@ class CompilationRecord:
         if self._other_checks() != self._checks:
             raise NotKeepable("compiling it led to checks of more than sizes of its inputs")
         guards = [expr for expr in self._conditions() if expr not in self._guards]
-        entries = ReportEntries.of(self._report).since(self._entries)
-        if any(reason is Reason.ENDED_RUNS for _, reason, _ in entries.parts["_fallbacks"]):
+        entries = self._report.graph_entries(since=self._before)
+        for name in PROCESS_COUNTERS:
+            del entries.counters[name]
+        if any(item.reason is Reason.ENDED_RUNS for item in entries.fallbacks):
             raise NotKeepable("earlier runs ended in a part of it, which may be forgotten")
         return StoredGraph(run, entries, guards, graphs, time.perf_counter() - self._begin)
 

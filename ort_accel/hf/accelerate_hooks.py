@@ -1,4 +1,4 @@
-"""Hooks on private methods of `accelerate.Accelerator`; checked with accelerate 1.10 and 1.15.
+"""Hooks on private methods of `accelerate.Accelerator`; checked with accelerate 1.10 and 1.15, and DeepSpeed 0.19.8.
 
 Plain and data-parallel models go through `prepare_model`; DeepSpeed, FSDP2 and Megatron-LM have methods of their own.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from typing import Any
 from weakref import WeakSet
 
 from accelerate import Accelerator
@@ -21,7 +22,6 @@ from ort_accel.compiler.layer_by_layer import is_sharded
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.batch_shapes import shapes_of_batches
-from ort_accel.hf.deepspeed_hooks import move_hooks_to_engine
 from ort_accel.zero3 import accelerate_partitioned, is_partitioned, zero_optimizer_in
 
 ConfigOf = Callable[[Accelerator], Config | None]
@@ -119,6 +119,18 @@ def _prepare_together(
             if engine.config_of(model) is not None:
                 move_hooks_to_engine(model, prepared)
     return prepared
+
+
+def move_hooks_to_engine(model: nn.Module, prepared: tuple[Any, ...]) -> None:
+    """Move timers and casts from the model to DeepSpeed's engine, since hooks on the model would break its graph."""
+    for deepspeed in prepared:
+        if getattr(deepspeed, "module", None) is model and hasattr(deepspeed, "_forward_prologue"):
+            deepspeed.module_forward_pre_hook.remove()
+            deepspeed.module_forward_post_hook.remove()
+            deepspeed.register_forward_pre_hook(
+                lambda called, args, kwargs: called._forward_prologue(args, kwargs), with_kwargs=True
+            )
+            deepspeed.register_forward_hook(lambda called, *_: called._forward_epilogue())
 
 
 def _reason_to_decline(accelerator: Accelerator, model: nn.Module) -> str:

@@ -43,10 +43,7 @@ class ORTAccelPlugin(TorchDynamoPlugin):  # type: ignore[misc]
 
 
 def accelerate_all_models(config_file: str | None) -> None:
-    """Let every Accelerator of this process run its models on ONNX Runtime, by this file or by the defaults.
-
-    A plugin or trainer of the script with a file of its own uses that file.
-    """
+    """Let every Accelerator of this process run its models on ONNX Runtime, by this file or by the script's own."""
     config = usable_config(config_file)
     if config_file is not None:
         os.environ[CONFIG_VARIABLE] = str(Path(config_file).absolute())

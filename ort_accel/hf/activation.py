@@ -27,10 +27,7 @@ CONFIG_VARIABLE = "ORT_ACCEL_CONFIG"
 
 
 def usable_config(source: ConfigSource) -> Config:
-    """Load a configuration. Raises if it asks for a feature that is not available.
-
-    The source defaults to the file that the environment names, as `ort-accel launch` does.
-    """
+    """Load a configuration, by default the file that the environment names; raises if a feature is not available."""
     config = load_config(os.environ.get(CONFIG_VARIABLE) or None if source is None else source)
     refuse_unsupported(config)
     return config

@@ -18,10 +18,7 @@ UNFINISHED_FOLDER = "_saving"
 
 
 def save_atomically(trainer: Trainer, save: Callable[[], None], trial: Trial) -> None:
-    """Let a Trainer save a checkpoint, so that a killed process leaves no incomplete one.
-
-    `save` is the Trainer's own method. Rotation and upload follow the renaming.
-    """
+    """Let a Trainer save a checkpoint by its own method `save`; a killed process leaves no incomplete one."""
     run = Path(trainer._get_output_dir(trial))
     unfinished, folder = run / UNFINISHED_FOLDER, f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
     if trainer.args.should_save:

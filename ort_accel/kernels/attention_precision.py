@@ -1,7 +1,4 @@
-"""The type in which PyTorch's fused attention for the CPU is faster, single precision or 16 bits.
-
-Both directions of the kernel add up in single precision anyway, so the results only become more precise.
-"""
+"""The type in which PyTorch's fused attention for the CPU is faster; its sums are in single precision anyway."""
 
 from __future__ import annotations
 

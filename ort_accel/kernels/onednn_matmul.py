@@ -79,10 +79,7 @@ def _product(left: Tensor, right: Tensor, row: Tensor | None = None) -> Tensor:
 
 
 def _is_cheaper_transposed(left: Tensor, right: Tensor) -> bool:
-    """True if the product of the transposes copies fewer numbers.
-
-    The operator copies a left operand that lies transposed in memory, as in the gradient of a weight.
-    """
+    """True if the product of the transposes copies fewer numbers: a left operand that lies transposed is copied."""
     is_transposed = left.t().is_contiguous() and right.is_contiguous() and not left.is_contiguous()
     return is_transposed and left.numel() > right.numel() + left.shape[0] * right.shape[1]
 

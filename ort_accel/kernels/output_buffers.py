@@ -30,10 +30,7 @@ _OUT_ARGUMENTS = ("out", "grad_input")
 
 @cache
 def out_overload(target: Any) -> tuple[OpOverload[..., Any], str] | None:
-    """Return the overload that writes into a given tensor, and that argument's name.
-
-    None if PyTorch has none that does so on the CPU without a copy.
-    """
+    """Return the overload that writes into a given tensor, and that argument's name; None if each of them copies."""
     if not isinstance(target, OpOverload) or len(target._schema.returns) != 1:
         return None
     wanted = [(argument.name, str(argument.type)) for argument in target._schema.arguments]

@@ -26,11 +26,7 @@ def trim_heap() -> None:
 
 @cache
 def coalesces_freed_blocks() -> bool:
-    """True if glibc merges a freed aligned block with the bytes that were cut off to align it.
-
-    Before version 2.39, these bytes go to the thread's cache of small blocks. The freed block is then too small for the
-    next one of its size, and the heap fragments.
-    """
+    """True if glibc merges a freed aligned block with the bytes that were cut off to align it, as from 2.39 on."""
     return COALESCING_TUNABLE in _tunables().split(":") or _glibc_version() >= _COALESCES_SINCE
 
 
@@ -40,11 +36,7 @@ def fragments_heap() -> bool:
 
 
 def disable_trimming() -> bool:
-    """Let the heap keep freed blocks for the next step; returns True if it will.
-
-    By default, glibc trims the end of its heap often, and each step faults the same pages in again. Thresholds that a
-    user has set stay.
-    """
+    """Let the heap keep freed blocks for the next step, unless a user has set thresholds; returns True if it will."""
     tunables = _tunables()
     is_set = any(f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}" in tunables for name in _THRESHOLDS)
     return not is_set and _set_thresholds(_MAX_MMAP_THRESHOLD_BYTES, _NEVER_TRIM)

@@ -21,10 +21,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain_out_of_memory(error: BaseException) -> None:
-    """Add a note to an error that says that memory ran out: the process, its resident set, and advice.
-
-    The error keeps its type and message, so that Trainers that search for a batch size recognize it.
-    """
+    """Add process, resident set and advice to an error of exhausted memory, whose type and message stay."""
     if not is_out_of_memory(error) or any(HELP in note for note in getattr(error, "__notes__", ())):
         return
     held = resident()

@@ -51,9 +51,10 @@ class SeenBatch:
 def schemes(batches: Sequence[SeenBatch], work: Work) -> list[BatchingScheme]:
     """Returns the FLOPs of each batching scheme, dense first. All schemes compute the same rows."""
     rows = [row for batch in batches for row in batch.rows]
+    narrow = (_batch_of(batch.rows) for batch in batches)
     found = [
         BatchingScheme("dense, in the batches as they came", _padded(batches, work)),
-        BatchingScheme("each batch padded to its longest row", _padded(map(_to_longest, batches), work)),
+        BatchingScheme("each batch padded to its longest row", _padded(narrow, work)),
         BatchingScheme("rows grouped by length (group_by_length)", _padded(_grouped(batches), work)),
     ]
     if rows and len(rows[0]) == 1:
@@ -75,10 +76,6 @@ def _padded(batches: Iterable[SeenBatch], work: Work) -> float:
 
 def _dense_row(widths: Lengths, work: Work) -> float:
     return work.of(widths) + work.label * widths[-1]
-
-
-def _to_longest(batch: SeenBatch) -> SeenBatch:
-    return _batch_of(batch.rows)
 
 
 def _batch_of(rows: Sequence[Lengths]) -> SeenBatch:

@@ -77,10 +77,7 @@ def stacked_chart(
     y_name: str,
     marks: Iterable[Mark] = (),
 ) -> Markup:
-    """Returns a chart of amounts stacked on each other.
-
-    The layers of a group have one colour and one entry in the key.
-    """
+    """Returns a chart of stacked amounts; the layers of a group have one colour and one entry in the key."""
     marks = list(marks)
     totals = [sum(column) for column in zip(*layers.values(), strict=True)]
     across = horizontal_axis(places)

@@ -134,10 +134,7 @@ class DensityInspector:
 
 
 def _seen(inputs: Sequence[CountedInput], rows: Mapping[str, list[int]], streams: int) -> list[SeenBatch]:
-    """Returns the lengths of a batch. A decoder without inputs of its own has those of its labels.
-
-    Empty if the model takes inputs that were not counted, such as images.
-    """
+    """Returns the lengths of a batch, those of its labels without other inputs; empty if an input was not counted."""
     chosen = list(inputs[:streams])
     if len(chosen) < streams or chosen[0].kind == "LABEL":
         return []

@@ -90,10 +90,7 @@ class Progress:
 
 @contextmanager
 def _written_above(terminal: TextIO) -> Iterator[None]:
-    """Let log handlers write above the line that Rich keeps at the end of the terminal.
-
-    Rich replaces the standard error while its line is shown. An older handler holds the terminal itself.
-    """
+    """Let log handlers that hold the terminal itself write above the line that Rich keeps at its end."""
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     handlers = {
         handler

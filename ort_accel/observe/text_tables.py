@@ -10,10 +10,7 @@ from rich.table import Table
 
 
 def text_table(headings: Sequence[str], right: Collection[int] = (), unwrapped: bool = False) -> Table:
-    """Returns an empty table; the columns in `right` are aligned to the right, `unwrapped` ones keep to a line.
-
-    The last column is always wrapped.
-    """
+    """Returns an empty table; `right` columns are right-aligned, `unwrapped` ones but the last keep to a line."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
     for index, heading in enumerate(headings):
         table.add_column(

@@ -176,10 +176,7 @@ def _update_transformers(batch: Batch, group: ParamGroup, scaling: Scaling) -> N
 
 
 def _update_transformers_on_device(batch: Batch, group: ParamGroup, scaling: Scaling) -> None:
-    """Update by Hugging Face's AdamW with steps counted on the device, for CUDA graphs.
-
-    Each parameter takes a launch of its own, which is cheap in a CUDA graph, and another pass for the decay.
-    """
+    """Update by Hugging Face's AdamW, launch by launch, with steps counted on the device, for CUDA graphs."""
     _advance(batch.steps, scaling)
     for row, (param, step) in enumerate(zip(batch.params, batch.steps, strict=True)):
         beta1, beta2 = (torch.as_tensor(beta, device=param.device).reshape(()) for beta in group["betas"])

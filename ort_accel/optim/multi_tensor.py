@@ -15,10 +15,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def unscale_(tensors: Iterable[Tensor], factor: float | Tensor) -> Tensor:
-    """Multiply tensors by a factor in place. Returns a bool tensor: true if a value was infinite or NaN.
-
-    All tensors of a device and type take one operator, and the host does not wait for the device.
-    """
+    """Multiply tensors by a factor in place. Returns a bool tensor: true if a value was infinite or NaN."""
     flags = []
     for device, group in _by_device_and_type(tensors):
         flag = torch.zeros(1, device=device)

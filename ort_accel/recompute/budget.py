@@ -64,10 +64,7 @@ class FrontierPoint:
 def frontier(
     candidates: Sequence[Sequence[Candidate]], always: Collection[fx.Node], predict: Predict, has_masks: bool = False
 ) -> Iterator[FrontierPoint]:
-    """Yields growing plans. Every plan recomputes `always`.
-
-    Masks are packed first, since that costs least. Each list of candidates is used up before the next one.
-    """
+    """Yields growing plans that recompute `always`: masks are packed first, each list before the next one."""
     plan = MemoryPlan(frozenset(always))
     point = FrontierPoint(plan, predict(plan))
     yield point
@@ -94,10 +91,7 @@ def frontier(
 
 
 def fit_budget(budget: str | float, frontiers: Sequence[Iterator[FrontierPoint]]) -> list[FrontierPoint]:
-    """Returns the cheapest frontier up to its first point that a budget holds.
-
-    If none holds it, raises an error that names the smallest budget that can be kept.
-    """
+    """Returns the cheapest frontier up to its first point within a budget; an error names the smallest one that is."""
     tried = [[next(points)] for points in frontiers]
     limit = int(budget * tried[0][0].step.peak_bytes) if isinstance(budget, float) else bytes_in(budget)
     for so_far, points in zip(tried, frontiers, strict=True):

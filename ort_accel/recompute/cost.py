@@ -1,8 +1,4 @@
-"""A cost model of operators. It is the same on every machine, so that all ranks of a run decide alike.
-
-A node takes the longer of two times: its arithmetic, or the transfer of its operands and results. Decisions depend on
-the ratio of the rates alone.
-"""
+"""A cost model of operators, the same on every machine, so that all ranks of a run decide alike."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def onnx_name(node: fx.Node, cluster: set[fx.Node]) -> str:
     if kind is aten.gelu:
         tanh = node.kwargs.get("approximate") == "tanh"
         return "FastGelu" if tanh else "BiasGelu" if _has_bias(node) else "Gelu"
-    if kind in (aten._softmax, aten._safe_softmax) and _adds_mask(node):
+    if kind in (aten._softmax, aten._safe_softmax) and packet(node.all_input_nodes[0]) is aten.add:
         return "BiasSoftmax"
     if kind is aten.addmm and any(packet(user) is aten.gelu for user in _readers(node) if user in cluster):
         return "MatMul"
@@ -67,7 +67,3 @@ def _has_bias(node: fx.Node) -> bool:
         source = source.all_input_nodes[0]
     adds_input = packet(source) is aten.add and any(item.op == "placeholder" for item in source.all_input_nodes)
     return packet(source) is aten.addmm or adds_input
-
-
-def _adds_mask(node: fx.Node) -> bool:
-    return packet(node.all_input_nodes[0]) is aten.add

@@ -39,10 +39,7 @@ def packing_ms(graphs: Iterable[fx.GraphModule]) -> float:
 
 
 def pack_masks(joint: fx.Graph, num_outputs: int) -> None:
-    """Let the forward save packed masks, and the backward unpack each before its first reader.
-
-    The caller receives the first `num_outputs` outputs; masks among them are not packed.
-    """
+    """Let the forward save packed masks, but for its first `num_outputs` outputs, and the backward unpack them."""
     backward = {node: position for position, node in enumerate(backward_nodes(joint))}
     excluded = output_owners(joint, num_outputs) | _read_through_views(backward)
     for mask in [mask for mask in _large_masks(joint) if mask not in excluded]:

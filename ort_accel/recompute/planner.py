@@ -223,10 +223,7 @@ def _inner_first(candidates: Sequence[Candidate], inner: Collection[fx.Node]) ->
 
 
 def _cheap_sites(options: Iterable[PlanOption]) -> list[RecomputeSite]:
-    """Returns the sites of cheap operators that free enough, on the CPU alone.
-
-    On other devices the recompute would take a larger share of a step, since they multiply faster.
-    """
+    """Returns the sites of cheap operators that free enough; none on other devices, which multiply faster."""
     sites = (site for option in options if option.kind == PlanKind.RECOMPUTE for site in option.sites)
     enough = (site for site in sites if site.saved_bytes >= LEAST_BYTES_PER_MS * site.cost_ms)
     return [site for site in enough if all(map(_is_cheap, site.nodes))]

@@ -123,10 +123,7 @@ class _SiteSearch:
                     yield site
 
     def _search(self, operator: fx.Node, compromise: bool) -> tuple[set[fx.Node], list[fx.Node]] | None:
-        """Returns the nodes between available values and an operator, and the narrow values to save.
-
-        Returns None if a node cannot be recomputed, or if there are too many.
-        """
+        """Returns the nodes between available values and an operator, and the values to save; None if too many."""
         found: set[fx.Node] = set()
         narrow: dict[fx.Node, None] = {}
         pending = [operator]

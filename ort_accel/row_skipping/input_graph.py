@@ -104,10 +104,7 @@ class InputGraphWriter:
         return self._graph.call_function(aten.gt.Scalar, (self._copies[mask], lowest)) if self.is_known(mask) else None
 
     def _both(self, allowed: fx.Node | None, other: Argument, lowest: float) -> fx.Node | None:
-        """Returns the pairs that are allowed and that another mask does not hide; None where that is not known.
-
-        A learned bias adds to scores and hides nothing.
-        """
+        """Returns the pairs that both masks allow; a learned bias hides nothing. None where the pairs are not known."""
         if not isinstance(other, fx.Node):
             return None if _is_low(other, lowest) else allowed
         if has_gradient(other):

@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, fx
 
 from ort_accel.graph.nodes import CHECKS, is_getitem, is_view, op_name, returned, user_line, writes
 from ort_accel.graph.requires_grad import has_gradient
 from ort_accel.graph.symbolic_sizes import expression
+from ort_accel.row_skipping import arithmetic_rules, layout_rules
 from ort_accel.row_skipping.attention_match import Attention, match_fused_attention
 from ort_accel.row_skipping.ignored_labels import Loss, match_loss
 from ort_accel.row_skipping.input_graph import input_only_nodes
-from ort_accel.row_skipping.masked_pooling import match_masked_tokens
 from ort_accel.row_skipping.moe import match_moe
 from ort_accel.row_skipping.mutation import mutated_nodes
-from ort_accel.row_skipping.operator_rules import propagate
-from ort_accel.row_skipping.row_flow import Propagation, tensor_input, value_of
+from ort_accel.row_skipping.row_flow import Dims, Propagation, tensor_input, value_of
 from ort_accel.row_skipping.row_sets import AllRows, ReadRows, SizeExpression, SomeRows, has_attended_keys, union
-from ort_accel.row_skipping.selections import match_selection, match_slice
+from ort_accel.row_skipping.selections import match_masked_tokens, match_selection, match_slice
 from ort_accel.row_skipping.unfused_attention import match_unfused_attention
+
+RULES = arithmetic_rules.RULES | layout_rules.RULES
+"""The rule of each operator that works row by row: a function of a node and of the dimensions along which rows lie."""
 
 RESULT = "the model's result"
 """The reader of the graph's outputs."""
@@ -147,6 +150,17 @@ class _Analysis:
             return None
         selection = match_selection(node, self._input_only) if self._wishes.upstream else None
         return selection or (match_masked_tokens(node, self._input_only) if self._wishes.padding else None)
+
+
+def propagate(node: fx.Node, dims: Dims) -> Propagation | None:
+    """Returns how a node computes these rows; None if it mixes rows or has no rule."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return None
+    rule = RULES.get(target.overloadpacket)
+    if rule is None and torch.Tag.pointwise in target.tags:
+        rule = arithmetic_rules.elementwise
+    return rule(node, dims) if rule else None
 
 
 def _reduces_tokens(node: fx.Node, operand: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Matches selections and slices of tokens: only the selected positions of their input are read."""
+"""Matches selections, slices and masks of tokens: of their input only these positions are read."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from ort_accel.graph.symbolic_sizes import Size, expression, known_equal
+from ort_accel.graph.symbolic_sizes import Size, expression, known_equal, same_shape
 from ort_accel.row_skipping.layout_rules import is_whole
-from ort_accel.row_skipping.row_flow import dim_argument, slice_arguments, tensor_input, value_of
-from ort_accel.row_skipping.row_sets import FixedPosition, IndexedPosition, ReadRows, SomeRows, broadcast, unslice
+from ort_accel.row_skipping.row_flow import dim_argument, shape_of, slice_arguments, tensor_input, value_of
+from ort_accel.row_skipping.row_sets import (
+    FixedPosition,
+    IndexedPosition,
+    ReadRows,
+    SomeRows,
+    Unmasked,
+    broadcast,
+    unslice,
+)
 
 aten = torch.ops.aten
 
@@ -71,3 +79,34 @@ def match_slice(node: fx.Node, rows: SomeRows) -> ReadRows | None:
     first = start if start >= 0 else expression(large[dim]) + start
     inner, outer = (tuple(expression(shape[d]) for d in rows.dims) for shape in (small, large))
     return unslice(rows, rows.dims.index(dim), first, inner, outer)
+
+
+def match_masked_tokens(node: fx.Node, input_only: Container[fx.Node]) -> tuple[fx.Node, SomeRows] | None:
+    """Returns the input whose tokens an operator masks, and which of them it reads."""
+    for operand, mask, masked_value in _masked_operands(node):
+        if not isinstance(operand, fx.Node) or not isinstance(mask, fx.Node):
+            continue
+        if operand not in input_only and mask in input_only and _covers_tokens(node, operand, mask):
+            return operand, SomeRows((0, 1), frozenset([Unmasked(mask, masked_value)]))
+    return None
+
+
+def _masked_operands(node: fx.Node) -> list[tuple[Argument, Argument, bool]]:
+    """Returns triples: an operand that may be masked, its mask, and the mask's value where the operand is hidden."""
+    args = node.args
+    match node.target:
+        case aten.mul.Tensor:
+            return [(args[0], args[1], False), (args[1], args[0], False)]
+        case aten.masked_fill.Scalar | aten.masked_fill.Tensor:
+            return [(args[0], args[1], True)]
+        case aten.where.self | aten.where.ScalarOther | aten.where.ScalarSelf:
+            return [(args[1], args[0], False), (args[2], args[0], True)]
+    return []
+
+
+def _covers_tokens(node: fx.Node, operand: fx.Node, mask: fx.Node) -> bool:
+    """True if operand and mask both have every token, as [batch, length, ...]."""
+    one, other = shape_of(operand), shape_of(mask)
+    if one is None or other is None or not len(one) == len(other) >= 2:
+        return False
+    return same_shape(one, value_of(node).shape) and same_shape(one[:2], other[:2])

@@ -149,10 +149,7 @@ def _takes_first_columns(node: fx.Node) -> bool:
 
 
 def _softmax_with_sink(softmax: fx.Node, without_sink: fx.Node) -> _Softmax | None:
-    """Matches a softmax over scores and a learned sink, whose weight is sliced off afterwards.
-
-    The largest score of each row may be subtracted first, for numeric range.
-    """
+    """Matches a softmax over scores and a learned sink, which is sliced off; the scores may be shifted before."""
     joined = tensor_input(softmax)
     readers = {softmax}
     if _name(joined) == "sub" and set(joined.users) == readers:

@@ -51,10 +51,7 @@ def is_partitioned(model: nn.Module) -> bool:
 
 
 def zero_optimizer_in(*holders: object) -> ZeroOptimizer:
-    """Returns ZeRO's optimizer, or its offload object where nothing is trained; None without either.
-
-    The holders are engines and optimizers of DeepSpeed, wrapped or not.
-    """
+    """Returns ZeRO's optimizer in DeepSpeed's objects, or its offload object where nothing is trained; else None."""
     for holder in holders:
         for candidate in _unwrapped(holder):
             if hasattr(offload_of(candidate), "get_param_coordinator"):

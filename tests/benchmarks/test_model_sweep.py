@@ -11,6 +11,7 @@ from benchmarks.model_sweep import Verdict, check
 from benchmarks.sweep_tasks import TASKS
 from benchmarks.sweep_ways import WAYS, rough_difference
 from benchmarks.tiny_models import MOST_PARAMETERS, tiny
+from tests.tiers import mostly_long
 
 SAMPLE = [
     ("causal", "llama", "LlamaForCausalLM"),
@@ -84,7 +85,7 @@ def test_what_rounding_grows_into_is_no_fault() -> None:
     assert model_sweep._is_rounding(Chaotic(), WAYS["usual"], batch, model_sweep.QUIET)
 
 
-@pytest.mark.parametrize("way", sorted(WAYS.keys() - {"usual"}))
+@pytest.mark.parametrize("way", mostly_long(sorted(WAYS.keys() - {"usual"}), "autocast", "generation"))
 def test_each_way_runs_a_model_on_the_engine(way: str) -> None:
     outcome = check("causal", "gpt2", "GPT2LMHeadModel", way=way)
     assert (outcome.verdict, outcome.detail) == (Verdict.MATCH, "")

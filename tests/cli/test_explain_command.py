@@ -21,7 +21,7 @@ def explained(*arguments):
 @pytest.fixture
 def folder(tmp_path):
     config = hf.BertConfig(
-        vocab_size=60, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32
+        vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
     )
     config.architectures = ["BertForMaskedLM"]
     config.save_pretrained(tmp_path)

@@ -115,6 +115,7 @@ def test_zero_2_shares_gradients_around_one_pair_of_graphs(tmp_path, eager_loop)
     assert found["report"]["counters"]["compilations"] == 2
 
 
+@pytest.mark.long
 def test_zero_3_runs_layer_by_layer_on_one_pair_of_graphs(tmp_path, eager_loop):
     pytest.importorskip("deepspeed")
     out = tmp_path / "out.json"

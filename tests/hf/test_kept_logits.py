@@ -10,6 +10,7 @@ from ort_accel.eager.rerun import CallInputs
 from ort_accel.hf import ORTAccelCallback
 from ort_accel.reporting import State
 from tests.hf.tiny import arguments, llama, losses, texts, train
+from tests.tiers import mostly_long
 
 QUIET = {"observe": {"log_level": "error"}}
 
@@ -57,7 +58,7 @@ def test_a_trainer_that_reads_no_logits_copies_and_computes_nothing(tmp_path, mo
 
 
 @pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.long)])
-@pytest.mark.parametrize("gather", ["gather", "gather_for_metrics", "held"])
+@pytest.mark.parametrize("gather", mostly_long(["gather", "gather_for_metrics", "held"], "gather_for_metrics", "held"))
 def test_a_loop_with_accelerate(precision, gather):
     results = []
     for engine in (False, True):

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.testing._internal import common_utils
+from torch.testing._internal.opinfo import core
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -134,7 +135,8 @@ def test_every_operator_gives_the_same_bits_in_memory_full_of_rubbish(
     plain: list[tuple[int, ...]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that torch's own samples of its operators call, in both directions."""
-    monkeypatch.setattr(common_utils, "extract_test_fn", lambda: None)  # walks through pytest's stack for each operator
+    for module in (common_utils, core):
+        monkeypatch.setattr(module, "extract_test_fn", lambda: None)  # walks through pytest's stack for each operator
     watch = WrittenIntoPlaces()
     warnings.simplefilter("ignore")  # pytest brings them back
     torch.manual_seed(0)

@@ -68,3 +68,28 @@ def test_a_changing_batch():
     assert not lowered.refusals
     for pictures in (PICTURES, PICTURES.repeat(3, 1, 1, 1)):
         torch.testing.assert_close(lowered(pictures), [functional.avg_pool2d(pictures, 2)])
+
+
+def averaged_and_back(x, counts):
+    pool = functional.adaptive_avg_pool2d if len(counts) == 2 else functional.adaptive_avg_pool3d
+    y, backward = torch.func.vjp(lambda x: pool(x, counts), x)
+    return y, *backward(y.sin())
+
+
+@pytest.mark.parametrize("counts", [(3, 4), (9, 2), (1, 8), (2, 3, 4)], ids=str)
+def test_averages_over_a_number_of_equal_windows(counts):
+    assert_like_eager(lambda x: averaged_and_back(x, counts), PICTURES)
+    assert_like_eager(lambda x: averaged_and_back(x, counts), PICTURES[:1] if len(counts) == 3 else PICTURES[0])
+
+
+def test_averages_over_windows_of_several_sizes_are_left_to_pytorch():
+    assert_like_eager(lambda x: averaged_and_back(x, (4, 3)), PICTURES, ort=False)
+    lowered = Lowered(lambda x: averaged_and_back(x, (4, 3)), [PICTURES])
+    assert "windows of several sizes" in lowered.refusals["aten._adaptive_avg_pool2d.default"]
+    assert "windows of several sizes" in lowered.refusals["aten._adaptive_avg_pool2d_backward.default"]
+
+
+def test_averages_over_windows_of_a_changing_batch():
+    lowered = Lowered(lambda x: functional.adaptive_avg_pool2d(x, (3, 2)), [PICTURES], dynamic=True)
+    for pictures in (PICTURES, PICTURES.repeat(3, 1, 1, 1)):
+        torch.testing.assert_close(lowered(pictures), [functional.adaptive_avg_pool2d(pictures, (3, 2))])

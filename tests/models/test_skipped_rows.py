@@ -183,6 +183,17 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[..., Batch]]] = 
 ON_THE_ENGINE = ("bert", "bart", "falcon")
 """The others' smaller graphs are run by PyTorch, which takes less time; `test_parity` lowers those of all families."""
 
+ONE_OF_EACH_MECHANISM = (
+    "bert, its attention written out",
+    "deberta-v2",
+    "gpt2",
+    "llama, with its cache",
+    "llama, by the last token",
+    "qwen3, with experts",
+    "t5",
+)
+"""Models of which `make test` runs the smaller graphs."""
+
 SIZES_ARE_LEARNED = {"falcon"}
 """Models whose `logits_to_keep` would become symbolic with dynamic shapes from the first batch on."""
 
@@ -232,7 +243,9 @@ def test_checkpointed_layers_recompute_only_the_needed_rows(name: str) -> None:
     assert memory.stash < 0.75 * memory.stash_without
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ON_THE_ENGINE])
+@pytest.mark.parametrize(
+    "name", mostly_long((name for name in MODELS if name not in ON_THE_ENGINE), *ONE_OF_EACH_MECHANISM)
+)
 def test_a_step_of_the_smaller_graph_equals_eagers(name: str) -> None:
     eager = MODELS[name][0]()
     ours = Rewritten(copy.deepcopy(eager), loss_only=True)

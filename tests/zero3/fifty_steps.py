@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import T5Config, T5ForConditionalGeneration
 
 import ort_accel
-from ort_accel.hf.deepspeed_hooks import move_hooks_to_engine
+from ort_accel.hf.accelerate_hooks import move_hooks_to_engine
 from ort_accel.run import end
 from ort_accel.subscribers import SubscriberManager, ZeROOffloadSubscriber
 from tests.zero3 import zero_worker

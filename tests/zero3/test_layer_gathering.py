@@ -12,7 +12,7 @@ from tests.tiers import mostly_long
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 LONG = ["bert", "lora", "checkpointing", "stage 0", "stage 1", "evaluation"]
-OTHERS = ["llama", "skipping", "offloaded", "stage 2", "refusals"]
+OTHERS = ["llama", "skipping", "offloaded", "stage 2", "refusals", "parts"]
 UNDER_STAGE_3 = mostly_long(
     ["llama", "bert", "lora", "checkpointing", "skipping", "offloaded"], "llama", "skipping", "offloaded"
 )
@@ -59,10 +59,20 @@ def test_gradients_of_no_more_than_a_layer_wait_to_be_shared(see, name):
 
 
 @needs_deepspeed
-def test_each_process_keeps_the_parts_of_gradients_that_deepspeed_would_give_it(tmp_path):
+def test_each_process_keeps_the_parts_of_gradients_that_deepspeed_would_give_it(see):
+    assert_deepspeeds_parts(see("parts"))
+
+
+@pytest.mark.long
+@needs_deepspeed
+def test_so_does_each_of_three_processes(tmp_path):
     run_ranks("tests.zero3.zero_worker", tmp_path, "parts", ranks=3)
-    for rank in range(3):
-        for case, seen in json.loads((tmp_path / f"{rank}.json").read_text())["parts"].items():
+    assert_deepspeeds_parts([json.loads((tmp_path / f"{rank}.json").read_text())["parts"] for rank in range(3)])
+
+
+def assert_deepspeeds_parts(processes):
+    for found in processes:
+        for case, seen in found.items():
             assert seen["sizes"], case
             assert seen["types"], case
             assert seen["furthest"] <= (2**-6 if case == "small" else 1e-5), case

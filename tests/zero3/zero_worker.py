@@ -20,7 +20,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 import ort_accel
 from ort_accel.compiler.layer_by_layer import layers_of
-from ort_accel.hf.deepspeed_hooks import move_hooks_to_engine
+from ort_accel.hf.accelerate_hooks import move_hooks_to_engine
 from ort_accel.run import end
 from ort_accel.subscribers import SubscriberManager, ZeROOffloadSubscriber
 from ort_accel.zero3 import activate, deepspeed_interfaces, live_parameters
@@ -107,7 +107,7 @@ def batches(rank, count, lengths=(7,)):
         yield {"input_ids": ids, "labels": ids}
 
 
-def train(engine, rank, steps=10, lengths=(7,)):
+def train(engine, rank, steps=8, lengths=(7,)):
     torch.manual_seed(rank)
     losses = []
     for batch in batches(rank, 2 * steps, lengths):
@@ -203,7 +203,7 @@ def whole_model(rank, stage):
     return found | {"furthest": furthest(found.pop("weights stock"), found.pop("weights mine"))}
 
 
-def train_plainly(model, rank, steps=10):
+def train_plainly(model, rank, steps=8):
     """The same without DeepSpeed: under DDP or FSDP2."""
     torch.manual_seed(rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)

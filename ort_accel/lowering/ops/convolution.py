@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
+from ort_accel.graph.symbolic_sizes import Size
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, Slower, Value
 from ort_accel.lowering.registry import Lowering, lowers
 
@@ -66,3 +68,38 @@ def _for_each(numbers: Sequence[int], dims: int) -> list[int]:
 
 lowers(aten.avg_pool2d.default)(_average_pool(2))
 lowers(aten.avg_pool3d.default)(_average_pool(3))
+
+
+def _windows(sizes: Sequence[Size], counts: Sequence[Size]) -> list[int]:
+    """Return the size of the windows, so many along each dimension, that cover a picture without overlap."""
+    found = []
+    for size, count in zip(sizes, counts, strict=True):
+        if not isinstance(size, int) or not isinstance(count, int) or not size or size % count:
+            raise NotLowerable("windows of several sizes, or of a size that changes")
+        found.append(size // count)
+    return found
+
+
+@lowers(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
+def adaptive_average_pool(graph: OnnxGraph, operand: Operand, counts: Sequence[Size]) -> Value:
+    dims = len(counts)
+    pooled: Value = _average_pool(dims)(graph, operand, _windows(operand.shape[-dims:], counts))
+    return pooled
+
+
+def _adaptive_average_pool_backward(dims: int) -> Lowering:
+    def lowering(graph: OnnxGraph, grad: Operand, operand: Operand) -> Value:
+        windows = _windows(operand.shape[-dims:], grad.shape[-dims:])
+        single, blocks = list(grad.shape[:-dims]), list(grad.shape[:-dims])
+        for count, window in zip(grad.shape[-dims:], windows, strict=True):
+            single += [count, 1]
+            blocks += [count, window]
+        share = graph.op("Div", grad, graph.scalar(prod(windows), grad.dtype))
+        repeated = graph.op("Expand", graph.reshape(share, single), graph.sizes(blocks))
+        return graph.reshape(repeated, operand.shape)
+
+    return lowering
+
+
+lowers(aten._adaptive_avg_pool2d_backward.default)(_adaptive_average_pool_backward(2))
+lowers(aten._adaptive_avg_pool3d_backward.default)(_adaptive_average_pool_backward(3))
