@@ -14,8 +14,6 @@ TEAM := -n 2 --dist worksteal
 ON_BOTH := $(addprefix tests/,autotune executor graph kernels lowering memory native operators partition passes runtime engine/test_training.py)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
-# Two processes of tests share the cores, so OpenMP's threads sleep rather than spin between loops.
-export OMP_WAIT_POLICY := passive
 
 .DEFAULT_GOAL := help
 .PHONY: help setup native wheel sanitize demo test say-inference-only test-training test-inference test-all lint format docs lock clean
@@ -64,6 +62,9 @@ sanitize: .venv/.ready ## The native library's tests, with its address and undef
 
 demo: .venv/.ready native ## Fine-tune a small BERT on film reviews, eager PyTorch beside ort_accel
 	.venv/bin/python examples/hf/run_classification.py --compare_eager
+
+# Two processes of tests share the cores, so OpenMP's threads sleep rather than spin between loops.
+test test-training test-inference test-all: export OMP_WAIT_POLICY := passive
 
 test: $(if $(IS_NEWER),say-inference-only,lint test-training) test-inference ## What CI runs: all checks, and the tests that are not marked as long
 
