@@ -234,7 +234,8 @@ class _ProgramBuilder:
         fallback = Fallback(Twin(body, outputs, self._module), lowering.failed)
         in_pool = ort_results_lie_in_pool(outputs, lowering.pool_from)
         results = ort_makes_results if in_pool else ResultBuffers(outputs, model.output_orders)
-        segment = OrtSegment(model, lowering.sessions, self._is_lasting, fallback, name, results, record)
+        frees_inputs = self._name.startswith("backward")  # the caller holds the inputs of a forward in any case
+        segment = OrtSegment(model, lowering.sessions, self._is_lasting, fallback, name, results, record, frees_inputs)
         other = self._onednn_segment(index, body, outputs)
         run = segment if other is None else MatmulSegment(segment, other, body.nodes, lowering.trim_memory, record)
         return self._numbered(run, segment.inputs, outputs)

@@ -114,11 +114,16 @@ class OrtSegment:
         name: str,
         results: MakeResults = ort_makes_results,
         record: Segment | None = None,
+        frees_inputs: bool = False,
     ) -> None:
-        """`results` allocates the results; `record` notes who ran the segment."""
+        """`results` allocates the results; `record` notes who ran the segment.
+
+        With `frees_inputs`, a tensor's memory is free after its last use, once a run has succeeded. A run that fails
+        later cannot be repeated in PyTorch then.
+        """
         self.inputs = [*model.inputs, *model.framed]
         self._frame = Frame(model.framed, model.readers) if model.framed else None
-        self._is_proven = False
+        self._frees_inputs, self._is_proven = frees_inputs, False
         names = [value.name or "" for value in model.model.graph.inputs]
         content = ir.to_proto(model.model).SerializeToString()
         outputs = [value.name or "" for value in model.outputs]
@@ -162,6 +167,8 @@ class OrtSegment:
         try:
             results = self._by_onnx_runtime(tensors, symbols)
         except Exception as error:
+            if self._inputs_are_gone:
+                raise RuntimeError(f"a backward failed in ONNX Runtime: {error}") from error
             replacement = self._by_pytorch(error, tensors, symbols)
             self._record.runner = Runner.PYTORCH
             self._given_up = not self._fallback.tries_ort_again(error)
@@ -176,12 +183,17 @@ class OrtSegment:
         if self._frame is None:
             return self._session(feeds + self._size_values(symbols), self._results(symbols))
         framed = tensors[len(feeds) :]
-        if self._is_proven:  # a run that fails is repeated in PyTorch, which needs the inputs; the first run may fail
+        if self._inputs_are_gone:
             tensors.clear()
         with self._frame.open(framed, symbols) as frame:
             results = self._session([*feeds, frame, *self._size_values(symbols)], self._results(symbols))
         self._is_proven = True
         return results
+
+    @property
+    def _inputs_are_gone(self) -> bool:
+        """True if a run gives its inputs away, so that PyTorch could not repeat it."""
+        return self._frees_inputs and self._is_proven and self._frame is not None
 
     def _by_pytorch(self, error: Exception, tensors: Inputs, symbols: Symbols) -> Outputs:
         """Runs the segment in PyTorch after a failure, with the memory that the failed run and the pool held."""

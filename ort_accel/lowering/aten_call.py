@@ -134,8 +134,9 @@ def _with_numbers_placed(node: fx.Node) -> tuple[OpOverload[..., Any], list[Any]
         node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
         for position, argument in enumerate(node.target._schema.arguments)
     ]
-    has_size = any(isinstance(value, fx.Node) and not isinstance(value.meta["val"], torch.Tensor) for value in values)
-    return (TAKES_NUMBERS if has_size else TAKES_TENSORS).get(node.target, node.target), values
+    second = values[1] if len(values) > 1 else None
+    is_size = isinstance(second, fx.Node) and not isinstance(second.meta["val"], torch.Tensor)
+    return (TAKES_NUMBERS if is_size else TAKES_TENSORS).get(node.target, node.target), values
 
 
 def _is_number(kind: Any) -> bool:

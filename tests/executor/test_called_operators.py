@@ -50,7 +50,9 @@ class Compiled:
             body_of(nodes, self.wanted, self.assignment.free), self.wanted, OPSET, self.assignment.called
         )
         fallback = Fallback(lambda *_: pytest.fail("it ran in PyTorch"), _raise)
-        self.segment = OrtSegment(self.model, Sessions(SessionSettings(threads=2)), lambda _: False, fallback, "test")
+        self.segment = OrtSegment(
+            self.model, Sessions(SessionSettings(threads=2)), lambda _: False, fallback, "test", frees_inputs=True
+        )
         self._given = graph.find_nodes(op="placeholder")
         self._symbols = SymbolSource()
         for position, node in enumerate(self._given):
@@ -174,11 +176,14 @@ def test_a_tensor_is_free_after_its_last_call() -> None:
 
 def test_an_error_is_that_of_eager_mode() -> None:
     model = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 2))
-    ort_accel.accelerate(model, {"compute": {"native": True}})
-    model(IDS).sum().backward()
-    with pytest.raises(IndexError, match="index out of range in self"):
-        model(IDS + 3)
-    model(IDS).sum().backward()
+    config = {"compute": {"native": True}, "engine": {"run_in_pytorch": ["aten.embedding"]}}
+    ort_accel.accelerate(model, config)
+    for _ in range(2):
+        model(IDS).sum().backward()
+        with pytest.raises(IndexError, match="index out of range in self"):
+            model(IDS + 3)
+    assert {segment.runner for segment in ort_accel.report(model).segments} == {Runner.ORT}
+    assert ort_accel.report(model).coverage["forward"]["nodes_by_pytorch_in_onnxruntime"] >= 1
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
