@@ -31,7 +31,10 @@ class Model:
     """
 
     model: ir.Model
+    given: list[fx.Node]
+    """All inputs, in the order of the segment."""
     inputs: list[fx.Node]
+    """Those that are inputs of the session."""
     framed: list[fx.Node]
     """Inputs that only calls read, which get them as tensors of PyTorch."""
     readers: list[int]
@@ -68,9 +71,9 @@ class _Builder:
         self._called = called
         self._body = body
         self._computed = frozenset(body.nodes)
-        given = [node for node in body.inputs if not is_size(node)]
-        self._framed = [node for node in given if self._only_calls_read(node)]
-        self._inputs = [node for node in given if node not in self._framed]
+        self._given = [node for node in body.inputs if not is_size(node)]
+        self._framed = [node for node in self._given if self._only_calls_read(node)]
+        self._inputs = [node for node in self._given if node not in self._framed]
         self._orders = [permuted_order(node.meta["val"]) for node in self._inputs]
         self._operands: dict[fx.Node, Any] = {}
         self._strided: dict[fx.Node, Strided] = {}
@@ -107,6 +110,7 @@ class _Builder:
         readers = [self._graph.frame_readers[position] for position in range(len(self._framed))]
         return Model(
             model,
+            self._given,
             self._inputs,
             self._framed,
             readers,

@@ -121,7 +121,9 @@ class OrtSegment:
         With `frees_inputs`, a tensor's memory is free after its last use, once a run has succeeded. A run that fails
         later cannot be repeated in PyTorch then.
         """
-        self.inputs = [*model.inputs, *model.framed]
+        self.inputs = model.given
+        self._fed = list(map(model.given.index, model.inputs))
+        self._framed = list(map(model.given.index, model.framed))
         self._frame = Frame(model.framed, model.readers) if model.framed else None
         self._frees_inputs, self._is_proven = frees_inputs, False
         names = [value.name or "" for value in model.model.graph.inputs]
@@ -179,10 +181,10 @@ class OrtSegment:
         return results
 
     def _by_onnx_runtime(self, tensors: Inputs, symbols: Symbols) -> list[torch.Tensor]:
-        feeds = [convert(tensor) for convert, tensor in zip(self._convert, tensors, strict=False)]
+        feeds = [convert(tensors[at]) for convert, at in zip(self._convert, self._fed, strict=True)]
         if self._frame is None:
             return self._session(feeds + self._size_values(symbols), self._results(symbols))
-        framed = tensors[len(feeds) :]
+        framed = [tensors[at] for at in self._framed]
         if self._inputs_are_gone:
             tensors.clear()
         with self._frame.open(framed, symbols) as frame:

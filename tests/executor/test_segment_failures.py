@@ -8,7 +8,7 @@ from torch import nn
 
 import ort_accel
 from ort_accel.eager.fallback import FallbackError
-from ort_accel.executor import ort_segment
+from ort_accel.executor import build_model
 from ort_accel.reporting import Reason
 from ort_accel.runtime.sessions import Sessions
 
@@ -41,14 +41,14 @@ def no_sessions(monkeypatch):
 @pytest.fixture
 def no_tanh(monkeypatch):
     """Let a node pass its trial, and fail when its segment is built."""
-    true_lower = ort_segment.lower
+    true_lower = build_model.lower
 
     def lower(graph, target, *rest):
         if target is torch.ops.aten.tanh.default:
             raise ValueError("no curve today")
         return true_lower(graph, target, *rest)
 
-    monkeypatch.setattr(ort_segment, "lower", lower)
+    monkeypatch.setattr(build_model, "lower", lower)
 
 
 def line_of(text):
