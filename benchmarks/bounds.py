@@ -31,8 +31,8 @@ from ort_accel.config import load_config
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 BY_ONEDNN = "mkldnn::_linear_pointwise"
 """The products that a node may ask for, and what may run them in place of its operator."""
-ATTENTION = "aten::_scaled_dot_product"
-"""How the names of attention's kernels begin, forward and backward."""
+ATTENTION = ("aten::_scaled_dot_product", "ort_accel::scaled_dot_product")
+"""How the names of attention's kernels begin, forward and backward: PyTorch's, and the native library's."""
 
 IN_PYTORCH = {
     "engine": {"run_in_pytorch": [f"{name.replace('::', '.')}.default" for name in PRODUCTS]},

@@ -83,8 +83,7 @@ class Lowering:
 
 
 def _calls_pytorch(settings: Settings) -> bool:
-    is_wished = settings.config.compute.native is not False
-    return is_wished and not settings.place.is_cuda and native_library() is not None
+    return settings.config.compute.native and not settings.place.is_cuda and native_library() is not None
 
 
 class _SessionFields(TypedDict):

@@ -72,15 +72,20 @@ def _shares(segments: Sequence[Segment]) -> RenderableType:
     if not segments:
         return Text("Nothing was compiled yet: the model was not called since it was accelerated.")
     table = text_table(
-        ("run by ONNX Runtime", "nodes", "", "GFLOP, estimated", "", "in PyTorch's kernels", "graphs", "segments"),
-        right=range(1, 8),
+        ("run by ONNX Runtime", "nodes", "", "GFLOP, estimated", "", "graphs", "segments"),
+        right=range(1, 7),
         unwrapped=True,
     )
     for kind in [*KINDS, ""]:
         part = [segment for segment in segments if segment.graph.startswith(kind)]
         if part:
             _add_share(table, kind or "all", part)
-    return table
+    called = sum(segment.called_nodes for segment in segments if segment.runner is Runner.ORT)
+    if not called:
+        return table
+    return Group(
+        table, Text(f"PyTorch's kernels compute {called} of these nodes, called from ONNX Runtime's sessions.")
+    )
 
 
 def _add_share(table: Table, name: str, segments: Sequence[Segment]) -> None:
@@ -92,8 +97,7 @@ def _add_share(table: Table, name: str, segments: Sequence[Segment]) -> None:
     graphs = {segment.graph for segment in segments}
     nodes = amounts(lambda segment: segment.nodes, 1, 0)
     work = amounts(lambda segment: segment.flops, 1e9, 3)
-    called = sum(segment.called_nodes for segment in segments if segment.runner is Runner.ORT)
-    table.add_row(name, *nodes, *work, str(called), str(len(graphs)), str(len(segments)))
+    table.add_row(name, *nodes, *work, str(len(graphs)), str(len(segments)))
 
 
 def _fallbacks(title: str, items: Sequence[Fallback], longest: int | None) -> RenderableType | None:

@@ -94,7 +94,7 @@ class Compute(Section):
     the work alike; so do `engine.deterministic` and the keys of `memory` that save memory. `onnxruntime` lets ONNX
     Runtime run all it can. `tuning` measures each graph on its real sizes instead."""
 
-    native: Switch = False
+    native: Annotated[bool, Row("PyTorch's kernels are called from ONNX Runtime's sessions")] = False
     """Let ONNX Runtime run whole graphs: operators that it lacks, or runs slower, are calls of PyTorch's operators from
     within its session (cpu only). Needs the native library."""
 
