@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,8 @@ from torch import Tensor
 
 from ort_accel.kernels.packed_spans import MASKED, PackedSequence, Pairs
 from ort_accel.native.attention import PackedAttention, Span
-from ort_accel.native.library import kernel, native_library
+from ort_accel.native.library import native_library
+from ort_accel.native.run_kernel import run_kernel
 
 Strides = tuple[int, int, int, int]
 
@@ -83,8 +83,7 @@ def _bits(kept: Tensor) -> Tensor:
     """Returns a mask with eight of its values in a byte."""
     values = kept.contiguous().view(torch.uint8)
     bits = torch.empty((values.numel() + 7) // 8, dtype=torch.uint8)
-    pack = kernel("pack_bits", ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
-    pack(values.data_ptr(), values.numel(), bits.data_ptr())
+    run_kernel("pack_bits", values, values.numel(), bits)
     return bits
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ort_accel.native.library import kernel
+from ort_accel.native.run_kernel import run_kernel
 
 
 class Masking(IntEnum):
@@ -127,7 +127,7 @@ class PackedAttention:
         )  # fmt: skip
         for field, rows in (grads or {}).items():
             setattr(given, field, rows)
-        kernel(name, ctypes.c_void_p, level=self.level)(ctypes.addressof(given))
+        run_kernel(name, ctypes.addressof(given), level=self.level)
 
 
 def _rows(tensor: Tensor) -> _HeadRows:
