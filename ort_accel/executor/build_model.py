@@ -12,9 +12,9 @@ from torch import fx
 
 from ort_accel.graph.memory_layout import Order, permuted_order, reverse
 from ort_accel.graph.nodes import call, constant_of, fakes_in, is_getitem, is_random, is_size, is_view
-from ort_accel.graph.symbolic_sizes import known_equal
+from ort_accel.graph.symbolic_sizes import Size, expression, known_equal
 from ort_accel.lowering.aten_call import CallWriter
-from ort_accel.lowering.call_program import Strided, dense, in_memory_order
+from ort_accel.lowering.call_program import Strided, dense, in_memory_order, whole
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, SizeInput, describe
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.partition.assign import operands
@@ -176,11 +176,11 @@ class _Builder:
     def _contiguous(self, node: fx.Node, view: Strided) -> Operand:
         """Returns the value of a view: the memory as it is, or with its dimensions in another order, or a copy."""
         fake = node.meta["val"]
+        if node in self._computed:
+            return Operand(self._memory(view, fake.new_empty(fake.shape)), fake)
         order = permuted_order(view.fake)
-        if view.is_base or node not in self._computed:
-            value = view.base if order is None else self._graph.op("Transpose", view.base, perm=reverse(order))
-            return Operand(value, fake)
-        return Operand(self._copy(view, fake.new_empty(fake.shape)).base, fake)
+        value = view.base if order is None else self._graph.op("Transpose", view.base, perm=reverse(order))
+        return Operand(value, fake)
 
     def strided(self, node: fx.Node) -> Strided:
         """Returns a tensor as a view of a value's memory."""
@@ -191,16 +191,16 @@ class _Builder:
     def _make_strided(self, node: fx.Node) -> Strided:
         if node.op == "get_attr" or node not in self._computed or not (is_view(node) or is_getitem(node)):
             operand = self.operand(node)
-            return Strided(operand.value, operand.fake.new_empty(operand.fake.shape), is_base=True)
+            return whole(operand.value, operand.fake.new_empty(operand.fake.shape))
         if is_getitem(node):
-            whole = cast("fx.Node", node.args[0])
-            if not is_view(whole):
+            parts = cast("fx.Node", node.args[0])
+            if not is_view(parts):
                 operand = self.operand(node)
-                return Strided(operand.value, operand.fake.new_empty(operand.fake.shape), is_base=True)
-            source, views = self._taken(whole)
-            return replace(source, fake=views[node.args[1]], is_base=False)
+                return whole(operand.value, operand.fake.new_empty(operand.fake.shape))
+            source, views = self._taken(parts)
+            return replace(source, fake=views[node.args[1]])
         source, view = self._taken(node)
-        return replace(source, fake=view, is_base=False)
+        return replace(source, fake=view)
 
     def _taken(self, node: fx.Node) -> tuple[Strided, Any]:
         """Takes a view of the memory where its source lies; of a copy where that memory allows no such view."""
@@ -218,13 +218,25 @@ class _Builder:
 
     def _result(self, node: fx.Node, order: Order | None) -> ir.Value:
         """Returns a value with the dimensions of a result in the order of memory."""
-        if node in self._strided:
-            view, wanted = self._strided[node], dense(node.meta["val"])
-            if view.is_base and _same_layout(view.fake, wanted):
-                return view.base
-            return self._copy(view, wanted).base
+        if self._lies_in_strided(node):
+            return self._memory(self.strided(node), dense(node.meta["val"]))
         value: ir.Value = self.operand(node).value
         return value if order is None else self._graph.op("Transpose", value, perm=order)
+
+    def _lies_in_strided(self, node: fx.Node) -> bool:
+        """True for the tensors that exist as views, and for views of them."""
+        if node in self._strided:
+            return True
+        is_part = node in self._computed and (is_view(node) or is_getitem(node))
+        return is_part and self._lies_in_strided(cast("fx.Node", node.args[0]))
+
+    def _memory(self, view: Strided, layout: torch.Tensor) -> ir.Value:
+        """Returns a value whose memory has this layout: that of the view, or of a copy."""
+        memory = view.memory
+        if memory is None or not _covers(view.fake, memory, layout):
+            return self._copy(view, layout).base
+        sizes = in_memory_order(layout).shape
+        return view.base if _equal(sizes, in_memory_order(memory).shape) else self._graph.reshape(view.base, sizes)
 
 
 def _keeps_dtype(view: fx.Node) -> bool:
@@ -248,9 +260,23 @@ def _apply(node: fx.Node, source: torch.Tensor) -> Any:
     return taken if all(view.untyped_storage()._cdata == memory for view in fakes_in(taken)) else None
 
 
-def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    pairs = zip(in_memory_order(one).shape, in_memory_order(other).shape, strict=True)
-    return permuted_order(one) == permuted_order(other) and all(known_equal(*pair) for pair in pairs)
+def _covers(view: torch.Tensor, memory: torch.Tensor, layout: torch.Tensor) -> bool:
+    """True if a view has this layout, and all the elements of the memory."""
+    return (
+        expression(view.storage_offset()) == 0
+        and known_equal(view.numel(), memory.numel())
+        and _equal(view.shape, layout.shape)
+        and _equal(_strides(view), _strides(layout))
+    )
+
+
+def _strides(fake: torch.Tensor) -> list[Size]:
+    """Returns the strides of the dimensions in which a tensor has more than one element."""
+    return [stride for size, stride in zip(fake.shape, fake.stride(), strict=True) if expression(size) != 1]
+
+
+def _equal(sizes: Sequence[Size], others: Sequence[Size]) -> bool:
+    return len(sizes) == len(others) and all(map(known_equal, sizes, others))
 
 
 def _distinct_values(graph: OnnxGraph, values: Sequence[ir.Value]) -> list[ir.Value]:

@@ -19,7 +19,7 @@ from ort_accel.graph.nodes import CHECKS, fakes_in, is_data_dependent, is_getite
 from ort_accel.kernels import number_ops
 from ort_accel.kernels.host_copies import is_host_copy
 from ort_accel.kernels.output_buffers import out_overload
-from ort_accel.lowering.call_program import ProgramWriter, ResultBuffer, Strided, dense, in_memory_order, joined
+from ort_accel.lowering.call_program import ProgramWriter, ResultBuffer, Strided, dense, in_memory_order, joined, whole
 from ort_accel.lowering.onnx_graph import DTYPES, OnnxGraph, describe
 
 DOMAIN, CALL = "ort_accel", "AtenCall"
@@ -60,6 +60,9 @@ TAKES_NUMBERS: dict[Any, OpOverload[..., Any]] = {
 RESIZE_OUTPUTS = {aten.binary_cross_entropy, aten.huber_loss, aten.mse_loss, aten.smooth_l1_loss}
 """Operators that write a larger result into the given tensor before they reduce it."""
 
+COPIES = {aten.clone.default, aten._to_copy.default, aten.lift_fresh_copy.default}
+"""Operators that copy a tensor, into another type or layout."""
+
 PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
 """Operators with functions of their own in the C interface, whose numbers are real."""
 
@@ -81,6 +84,11 @@ def why_not_callable(node: fx.Node) -> str:
         if tensor.dtype not in DTYPES or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}"
     return "" if results else "it returns no tensor"
+
+
+def needs_copy(node: fx.Node) -> bool:
+    """True if the operator of a callable node makes its results itself, so that a call copies them."""
+    return not _form_of(node, set()).has_buffer
 
 
 def _kinds(kind: Any) -> Iterator[str]:
@@ -107,6 +115,8 @@ def _form_of(node: fx.Node, names: set[str]) -> _Form:
     target, values = _with_numbers_placed(node)
     arguments = target._schema.arguments
     types = [argument.real_type for argument in arguments]
+    if target in COPIES:
+        return _Form("", "", types[:1], values[:1], has_buffer=True)
     if target in PRODUCTS:
         types = [REAL_TYPE if _is_number(kind) else kind for kind in types]
     elif any(map(_is_number, types)):
@@ -172,7 +182,7 @@ class CallWriter:
         values = self._node(writer, form, layouts, results, arguments, after)
         found: list[Strided | None] = [None] * len(fakes)
         for at, value, layout in zip(read, values, layouts, strict=True):
-            found[at] = Strided(value, layout, is_base=True)
+            found[at] = whole(value, layout)
         return found
 
     def copy(self, source: Strided, layout: torch.Tensor) -> Strided:
@@ -180,7 +190,7 @@ class CallWriter:
         writer = ProgramWriter(self._graph, self._strided)
         copies = _Form("", "", [], [], has_buffer=True)
         (value,) = self._node(writer, copies, [layout], [], [writer.tensor(source)], None)
-        return Strided(value, layout, is_base=True)
+        return whole(value, layout)
 
     def _node(
         self,

@@ -51,16 +51,21 @@ class Strided:
 
     base: ir.Value
     fake: torch.Tensor
-    is_base: bool = False
-    """True if the view covers the memory, so that it may be given out as a result."""
+    memory: torch.Tensor | None = None
+    """The layout of all the memory, if it belongs to the model, so that it may be given out as a result."""
     frame_position: int | None = None
     """The position in the frame, if `base` is the frame; `fake` then has the strides in that tensor."""
     origin: Size = 0
     """Where the tensor in the frame begins in its storage."""
 
 
+def whole(base: ir.Value, layout: torch.Tensor) -> Strided:
+    """Returns a view of all the memory of a value that the model computes."""
+    return Strided(base, layout, layout)
+
+
 class ResultBuffer:
-    """Stands for the argument that an operator writes its result into."""
+    """The argument that an operator writes its result into."""
 
 
 class ProgramWriter:

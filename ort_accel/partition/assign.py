@@ -26,8 +26,8 @@ from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.kernels.bit_mask import is_bit_mask_op
 from ort_accel.kernels.host_copies import is_host_copy
 from ort_accel.kernels.token_log_probs import token_scores, token_scores_backward
-from ort_accel.lowering.aten_call import why_not_callable
-from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, Operand, Slower, describe
+from ort_accel.lowering.aten_call import needs_copy, why_not_callable
+from ort_accel.lowering.onnx_graph import DTYPES, HALF_DTYPES, NotLowerable, OnnxGraph, Operand, Slower, describe
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.operators.facts import facts
 from ort_accel.partition.known_slow_ops import slower
@@ -36,6 +36,9 @@ from ort_accel.runtime.crash_journal import CrashedBefore
 from ort_accel.runtime.sessions import Sessions
 
 aten = torch.ops.aten
+
+FOR_SPEED = (Reason.SLOWER, Reason.SMALL)
+"""The estimator's reasons, which stand for nodes that ONNX Runtime can run."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,20 @@ class Assignment:
         return Assignment(runner, {**self.refusals, **refusals}, self.called)
 
     def with_calls(self) -> Assignment:
-        """Returns the assignment in which sessions call PyTorch's operators wherever they can."""
+        """Returns the assignment in which sessions call PyTorch's operators wherever they can.
+
+        A copy of the results takes longer than what the faster operator saves, so ONNX Runtime's own kernel runs then.
+        """
         refused = [node for node, runner in self.runner.items() if runner is Runner.PYTORCH]
-        callable_nodes = [node for node in refused if not why_not_callable(node)]
-        runner = self.runner | dict.fromkeys(callable_nodes, Runner.ORT)
-        called = frozenset(node for node in callable_nodes if not is_view(node))
-        return Assignment(runner, self.refusals, called)
+        moved = [node for node in refused if not why_not_callable(node)]
+        own = {node for node in moved if self._is_refused_for_speed(node) and not is_view(node) and needs_copy(node)}
+        refusals = {node: refusal for node, refusal in self.refusals.items() if node not in own}
+        called = frozenset(node for node in moved if node not in own and not is_view(node))
+        return Assignment(self.runner | dict.fromkeys(moved, Runner.ORT), refusals, called)
+
+    def _is_refused_for_speed(self, node: fx.Node) -> bool:
+        in_half = any(tensor.dtype in HALF_DTYPES for tensor in fakes_in(node.meta["val"]))
+        return node in self.refusals and self.refusals[node].reason in FOR_SPEED and not in_half
 
 
 def operands(node: fx.Node, make: Callable[[fx.Node], Any]) -> tuple[Any, Any]:

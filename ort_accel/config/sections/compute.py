@@ -94,9 +94,9 @@ class Compute(Section):
     the work alike; so do `engine.deterministic` and the keys of `memory` that save memory. `onnxruntime` lets ONNX
     Runtime run all it can. `tuning` measures each graph on its real sizes instead."""
 
-    native: Annotated[bool, Row("PyTorch's kernels are called from ONNX Runtime's sessions")] = False
+    native: Annotated[bool, Row("PyTorch's kernels are called from ONNX Runtime's sessions")] = True
     """Let ONNX Runtime run whole graphs: operators that it lacks, or runs slower, are calls of PyTorch's operators from
-    within its session (cpu only). Needs the native library."""
+    within its session (cpu only). Without the native library, and with `false`, PyTorch runs them between sessions."""
 
     fusions: Switch = "auto"
     """Join neighbouring operators into one kernel. `auto` joins where that was measured to be faster; `false` helps to
