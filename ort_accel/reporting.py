@@ -65,12 +65,14 @@ COVERAGE = (
     "sessions",
     "nodes",
     "nodes_in_onnxruntime",
+    "nodes_by_ort_accel_in_onnxruntime",
     "nodes_by_pytorch_in_onnxruntime",
     "flops",
     "flops_in_onnxruntime",
     "flops_by_pytorch_in_onnxruntime",
 )
-"""The numbers of `Report.coverage`. PyTorch's kernels that a session calls count as in ONNX Runtime, and apart."""
+"""The numbers of `Report.coverage`. Kernels of ort_accel and of PyTorch that a session calls count as in ONNX Runtime,
+and apart."""
 
 
 class Runner(StrEnum):
@@ -105,6 +107,8 @@ class Segment:
     called_nodes: int = 0
     """The nodes of a session that are calls of PyTorch's kernels."""
     called_flops: float = 0.0
+    own_nodes: int = 0
+    """The nodes of a session that are calls of ort_accel's kernels."""
 
     @property
     def nodes(self) -> int:
@@ -114,7 +118,7 @@ class Segment:
     def coverage(self) -> tuple[float, ...]:
         """Returns what it adds to the numbers of `Report.coverage`."""
         share = self.runner is Runner.ORT  # 1 or 0
-        nodes = self.nodes, share * self.nodes, share * self.called_nodes
+        nodes = self.nodes, share * self.nodes, share * self.own_nodes, share * self.called_nodes
         return share, *nodes, self.flops, share * self.flops, share * self.called_flops
 
 

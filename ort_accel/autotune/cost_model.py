@@ -43,6 +43,8 @@ class Estimator:
     machine: Machine
     products: TimedMatmuls | None = None
     """Times of large products at their own sizes."""
+    in_one_session: bool = False
+    """Sessions call PyTorch's kernels, so that no tensor is handed over."""
 
     def estimates(self, node: fx.Node) -> bool:
         """True if calls of a node's operator are timed on this machine."""
@@ -54,7 +56,7 @@ class Estimator:
         times = {node: found for node in large if (found := self._times(node))}
         if not any(map(_is_pytorch_faster, times.values())) and not any(map(_is_half, large)):
             return {}
-        if (price := self.machine.price) is None:
+        if (price := 0.0 if self.in_one_session else self.machine.price) is None:
             return {}
         costs = self._costs(assignment, large, times)
         readers = readers_of(costs, assignment.free)

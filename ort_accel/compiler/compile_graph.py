@@ -138,8 +138,9 @@ class _ProgramBuilder:
         """By the position of a gradient among the outputs, the register of what its parameter did not take."""
 
     def _record(self, item: Cut) -> Segment:
-        called = [node for node in item.nodes if node in self._assignment.called]
-        amounts = sum(map(flops, item.nodes)), len(called), sum(map(flops, called))
+        calls = [(node, self._assignment.called[node]) for node in item.nodes if node in self._assignment.called]
+        called = [node for node, kernel in calls if kernel is None]
+        amounts = sum(map(flops, item.nodes)), len(called), sum(map(flops, called)), len(calls) - len(called)
         return Segment(self._name, item.runner, count_ops(item.nodes), *amounts)
 
     def program(self, gradients: Gradients = ()) -> Program:
@@ -243,6 +244,8 @@ class _ProgramBuilder:
     def _onednn_segment(self, index: int, body: Body, outputs: list[fx.Node]) -> PyTorchSegment | None:
         """Returns the segment with products in oneDNN, for sizes that come again; None where that is not faster."""
         lowering = self._lowering
+        if lowering.calls_pytorch:
+            return None
         products = lowering.products.for_known_sizes(body.nodes) if lowering.products and lowering.estimator else {}
         computed = [node for node in body.nodes if node not in self._free and not is_getitem(node)]
         if not products or not lowering.estimator or not lowering.estimator.onednn_pays(computed):

@@ -122,14 +122,15 @@ def lowering_for(
 
 def _session_fields(settings: Settings, report: Report) -> _SessionFields:
     compute, machine = settings.config.compute, Machine(settings.session, settings.opset)
+    tuned = compute.tuning.enabled
     is_timed, sessions = settings.times_operators, _sessions(settings, report)
     products = TimedMatmuls(machine, report) if is_timed else None
     return {
         "sessions": sessions,
         "products": products,
-        "estimator": Estimator(machine, products) if is_timed and not compute.tuning.enabled else None,
+        "estimator": Estimator(machine, products, _calls_pytorch(settings)) if is_timed and not tuned else None,
         "attention": TimedAttention(machine, report) if is_timed and compute.attention == "auto" else None,
-        "tuner": _tuner(settings, sessions.without_trace(), report) if compute.tuning.enabled else None,
+        "tuner": _tuner(settings, sessions.without_trace(), report) if tuned else None,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from ort_accel.graph.nodes import call, constant_of, fakes_in, is_getitem, is_ra
 from ort_accel.graph.symbolic_sizes import Size, expression, known_equal
 from ort_accel.lowering.aten_call import CallWriter
 from ort_accel.lowering.call_program import Strided, dense, in_memory_order, whole
+from ort_accel.lowering.kernel_call import Calls
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, SizeInput, describe
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.partition.assign import operands
@@ -48,9 +49,9 @@ class Model:
     """The order of dimensions in memory of tensors that are not contiguous. The model reads and writes that order."""
 
 
-def build(body: Body, wanted: Sequence[fx.Node], opset: int, called: Collection[fx.Node] = ()) -> Model:
-    """Builds the ONNX model of a segment's nodes; those in `called` are calls of PyTorch's operators."""
-    return _Builder(body, wanted, opset, called).model()
+def build(body: Body, wanted: Sequence[fx.Node], opset: int, called: Calls | None = None) -> Model:
+    """Builds the ONNX model of a segment's nodes; those in `called` call a kernel, or else PyTorch's operator."""
+    return _Builder(body, wanted, opset, called or {}).model()
 
 
 def in_order(fake: torch.Tensor, order: Order | None) -> torch.Tensor:
@@ -65,7 +66,7 @@ class _Builder:
     value, which calls read. The second form is made from the first, or the other way round, when it is first read.
     """
 
-    def __init__(self, body: Body, wanted: Sequence[fx.Node], opset: int, called: Collection[fx.Node]) -> None:
+    def __init__(self, body: Body, wanted: Sequence[fx.Node], opset: int, called: Calls) -> None:
         self._graph = OnnxGraph(opset)
         self._wanted = wanted
         self._called = called
@@ -98,9 +99,10 @@ class _Builder:
 
     def model(self) -> Model:
         """Returns the model that computes the wanted nodes."""
-        wanted = self._wanted
+        wanted, needed = self._wanted, self._needed()
         for node in self._body.nodes:
-            self._write(node)
+            if node in needed:
+                self._write(node)
         orders = [permuted_order(node.meta["val"]) for node in wanted]
         results = [self._result(node, order) for node, order in zip(wanted, orders, strict=True)]
         outputs = _distinct_values(self._graph, results)
@@ -121,6 +123,19 @@ class _Builder:
             orders,
         )
 
+    def _needed(self) -> set[fx.Node]:
+        """Returns the nodes that have to run: those for the results, and draws. A kernel may leave operands unread."""
+        needed: set[fx.Node] = set()
+        pending = [*self._wanted, *(node for node in self._body.nodes if is_random(node))]
+        while pending:
+            node = pending.pop()
+            if node not in needed:
+                needed.add(node)
+                kernel = self._called.get(node)
+                read = node.all_input_nodes if kernel is None else kernel.arguments
+                pending += [item for item in read if isinstance(item, fx.Node)]
+        return needed
+
     def _write(self, node: fx.Node) -> None:
         """Writes a node that computes something. Constants, views and parts of results come when they are read."""
         if node.op == "get_attr" or is_getitem(node) or is_view(node):
@@ -130,7 +145,8 @@ class _Builder:
             return
         try:
             after = self._last_draw if is_random(node) else None
-            results = CallWriter(self._graph, self.strided).call(node, after)
+            writer, kernel = CallWriter(self._graph, self.strided), self._called[node]
+            results = writer.call(node, after) if kernel is None else writer.kernel(node, kernel)
         except Exception as error:
             raise NotLowerable(f"{call(node)}: {error}") from error
         if is_random(node):

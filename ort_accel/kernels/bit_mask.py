@@ -1,4 +1,4 @@
-"""Operators that store a boolean mask with eight elements in a byte, and restore it."""
+"""Operators that store a boolean mask with eight elements in a byte, restore it, and apply it as a dropout."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from ort_accel.kernels.library import define, fake
+from ort_accel.native.library import native_library
+from ort_accel.native.run_kernel import ELEMENTS, run_kernel
 
 own = torch.ops.ort_accel
 
@@ -17,20 +19,35 @@ BITS_PER_BYTE = 8
 
 
 def is_bit_mask_op(node: fx.Node) -> bool:
-    """True if a node turns a mask into bits or back."""
-    return node.target in (own.to_bits.default, own.from_bits.default)
+    """True if a node makes bits of a mask, or reads them."""
+    return node.target in (own.to_bits.default, own.from_bits.default, own.apply_bits.default)
 
 
 def _to_bits(mask: Tensor) -> Tensor:
-    return torch.from_numpy(numpy.packbits(mask.contiguous().view(torch.uint8).view(-1).numpy()))
+    return torch.from_numpy(numpy.packbits(mask.contiguous().view(torch.uint8).view(-1).numpy(), bitorder="little"))
 
 
 def _from_bits(bits: Tensor, size: Sequence[int]) -> Tensor:
-    return torch.from_numpy(numpy.unpackbits(bits.numpy(), count=prod(size))).view(torch.bool).view(size)
+    return (
+        torch.from_numpy(numpy.unpackbits(bits.numpy(), count=prod(size), bitorder="little"))
+        .view(torch.bool)
+        .view(size)
+    )
+
+
+def _apply_bits(source: Tensor, bits: Tensor, scale: float) -> Tensor:
+    element = ELEMENTS.get(source.dtype)
+    if element is None or native_library() is None:
+        return source.mul(_from_bits(bits, source.shape)).mul_(scale)
+    source = source.contiguous()
+    result = torch.empty_like(source)
+    run_kernel("apply_dropout", source, bits, source.numel(), float(scale), element, result)
+    return result
 
 
 define("to_bits(Tensor mask) -> Tensor", _to_bits, "CPU")
 define("from_bits(Tensor bits, SymInt[] size) -> Tensor", _from_bits, "CPU")
+define("apply_bits(Tensor source, Tensor bits, float scale) -> Tensor", _apply_bits, "CPU")
 
 
 @fake("to_bits")
@@ -41,3 +58,8 @@ def _(mask: Tensor) -> Tensor:
 @fake("from_bits")
 def _(bits: Tensor, size: Sequence[int]) -> Tensor:
     return bits.new_empty(size, dtype=torch.bool)
+
+
+@fake("apply_bits")
+def _(source: Tensor, bits: Tensor, scale: float) -> Tensor:
+    return source.new_empty(source.shape)

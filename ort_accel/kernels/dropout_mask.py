@@ -1,8 +1,7 @@
-"""The operator that draws a dropout mask: the same bits from the same numbers of the generator as PyTorch's."""
+"""The operators that draw a dropout mask: the same bits from the same numbers of the generator as PyTorch's."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import ceil, prod
@@ -11,8 +10,10 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from ort_accel.kernels.bit_mask import BITS_PER_BYTE
 from ort_accel.kernels.library import ANY_DEVICE, define, fake
-from ort_accel.native.library import kernel, native_library
+from ort_accel.native.library import native_library
+from ort_accel.native.run_kernel import run_kernel
 
 CHUNK_NUMBERS = 32768
 """Numbers that are drawn at a time: they stay in the cache, and PyTorch starts no threads for so few."""
@@ -37,6 +38,18 @@ def _kept(size: Sequence[int], probability: float, device: torch.device) -> Tens
     return kept.view(size)
 
 
+def _kept_bits(size: Sequence[int], probability: float, device: torch.device) -> Tensor:
+    if device.type != "cpu" or not _bernoulli_compares_bits() or not _native_draw():
+        bits: Tensor = torch.ops.ort_accel.to_bits(_kept(size, probability, device))
+        return bits
+    bits = torch.empty((prod(size) + BITS_PER_BYTE - 1) // BITS_PER_BYTE, dtype=torch.uint8)
+    with _one_at_a_time:
+        state = torch.default_generator.get_state()
+        run_kernel("draw_bits", state, prod(size), float(probability), bits)
+        torch.default_generator.set_state(state)
+    return bits
+
+
 def _compare(numbers: Tensor, probability: float, result: Tensor) -> None:
     """Compare the last 53 bits of each number, a double below 1, with the probability."""
     torch.lt(numbers.bitwise_and_((1 << 53) - 1), ceil(probability * (1 << 53)), out=result)
@@ -47,12 +60,11 @@ def _native_draw() -> Draw | None:
     """Returns the native kernel that draws a mask; None where it is missing, or differs from PyTorch."""
     if native_library() is None:
         return None
-    function = kernel("draw_mask", ctypes.c_void_p, ctypes.c_int64, ctypes.c_double, ctypes.c_void_p)
 
     def draw(generator: torch.Generator, probability: float, mask: Tensor) -> None:
         with _one_at_a_time:
             state = generator.get_state()
-            function(state.data_ptr(), mask.numel(), probability, mask.data_ptr())
+            run_kernel("draw_mask", state, mask.numel(), float(probability), mask)
             generator.set_state(state)
 
     return draw if _draws_as_bernoulli(draw) else None
@@ -93,5 +105,22 @@ def _(size: Sequence[int], probability: float, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.bool, device=device)
 
 
+define(
+    "kept_bits(SymInt[] size, float probability, Device device) -> Tensor",
+    _kept_bits,
+    ANY_DEVICE,
+    tags=[torch.Tag.nondeterministic_seeded],
+)
+
+
+@fake("kept_bits")
+def _(size: Sequence[int], probability: float, device: torch.device) -> Tensor:
+    count = (prod(size) + BITS_PER_BYTE - 1) // BITS_PER_BYTE
+    return torch.empty([count], dtype=torch.uint8, device=device)
+
+
 kept = torch.ops.ort_accel.kept.default
 """True where a dropout keeps, False where it drops: `kept(size, probability of keeping, device)`."""
+
+kept_bits = torch.ops.ort_accel.kept_bits.default
+"""The same mask, with eight of its elements in a byte."""

@@ -1,4 +1,4 @@
-"""Writes calls of PyTorch's operators as nodes of a model: the custom operator `AtenCall` of the native library.
+"""Writes calls as nodes of a model: `AtenCall` for operators of PyTorch, `KernelCall` for the native library's kernels.
 
 ONNX Runtime then runs every operator that PyTorch has, in one session. A call reads its tensors as views of the memory
 that they lie in, so that transposes and slices before it cost nothing.
@@ -6,7 +6,7 @@ that they lie in, so that transposes and slices before it cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,25 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from ort_accel.graph.memory_layout import is_plain
 from ort_accel.graph.nodes import CHECKS, fakes_in, is_data_dependent, is_getitem, is_view, is_watch_call, writes
 from ort_accel.kernels import number_ops
 from ort_accel.kernels.host_copies import is_host_copy
 from ort_accel.kernels.output_buffers import out_overload
-from ort_accel.lowering.call_program import ProgramWriter, ResultBuffer, Strided, dense, in_memory_order, joined, whole
+from ort_accel.lowering.call_program import (
+    OUTPUT,
+    ProgramWriter,
+    ResultBuffer,
+    Strided,
+    dense,
+    in_memory_order,
+    joined,
+    whole,
+)
+from ort_accel.lowering.kernel_call import KernelArgument, KernelCall, Output
 from ort_accel.lowering.onnx_graph import DTYPES, OnnxGraph, describe
 
-DOMAIN, CALL = "ort_accel", "AtenCall"
+DOMAIN, ATEN_CALL, KERNEL_CALL = "ort_accel", "AtenCall", "KernelCall"
 
 UNREAD, NO_TENSOR = -1, -2
 """Results of an operator that belong to no output: a tensor that nobody reads, and a number."""
@@ -179,48 +190,72 @@ class CallWriter:
         writer = ProgramWriter(self._graph, self._strided)
         arguments = [writer.argument(kind, value) for kind, value in zip(form.types, form.values, strict=True)]
         layouts = [dense(fakes[at]) for at in read]
-        values = self._node(writer, form, layouts, results, arguments, after)
+        attributes = _attributes(form.name, form.overload, writer.texts)
+        values = self._node(writer, ATEN_CALL, attributes, layouts, results, arguments, form.has_buffer, after)
         found: list[Strided | None] = [None] * len(fakes)
         for at, value, layout in zip(read, values, layouts, strict=True):
             found[at] = whole(value, layout)
         return found
 
+    def kernel(self, node: fx.Node, call: KernelCall) -> list[Strided | None]:
+        """Writes a call of one of the native library's kernels that computes a node. Returns the node's results."""
+        writer = ProgramWriter(self._graph, self._strided)
+        fakes = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
+        written = [argument.position for argument in call.arguments if isinstance(argument, Output)]
+
+        def argument(value: KernelArgument) -> list[int]:
+            if isinstance(value, Output):
+                return [OUTPUT, written.index(value.position)]
+            return writer.tensor(self._contiguous(value)) if isinstance(value, fx.Node) else writer.number(value)
+
+        arguments = [argument(value) for value in call.arguments]
+        layouts = [fakes[position] for position in written]
+        values = self._node(writer, KERNEL_CALL, {"name": call.name}, layouts, [], arguments)
+        found: list[Strided | None] = [None] * len(fakes)
+        for position, value, layout in zip(written, values, layouts, strict=True):
+            found[position] = whole(value, layout)
+        return found
+
+    def _contiguous(self, node: fx.Node) -> Strided:
+        tensor = self._strided(node)
+        if is_plain(tensor.fake):
+            return tensor
+        return self.copy(tensor, tensor.fake.new_empty(tensor.fake.shape))
+
     def copy(self, source: Strided, layout: torch.Tensor) -> Strided:
         """Writes a copy of a view into memory of its own, in the order of `layout`."""
         writer = ProgramWriter(self._graph, self._strided)
-        copies = _Form("", "", [], [], has_buffer=True)
-        (value,) = self._node(writer, copies, [layout], [], [writer.tensor(source)], None)
+        (value,) = self._node(writer, ATEN_CALL, _attributes("", "", []), [layout], [], [writer.tensor(source)])
         return whole(value, layout)
 
     def _node(
         self,
         writer: ProgramWriter,
-        form: _Form,
+        operator: str,
+        attributes: Mapping[str, str],
         layouts: Sequence[torch.Tensor],
         results: Sequence[int],
         arguments: Sequence[Sequence[int]],
-        after: ir.Value | None,
+        has_buffer: bool = True,
+        after: ir.Value | None = None,
     ) -> tuple[ir.Value, ...]:
         program = [len(layouts), *joined([writer.result(layout) for layout in layouts])]
-        program += [int(form.has_buffer), len(results), *results]
+        program += [int(has_buffer), len(results), *results]
         program += [writer.inputs.index(self._graph.frame) if writer.framed else 0]
         program += [len(arguments), *joined(arguments)]
         behind = [] if after is None or after in writer.inputs else [after]
+        inputs = [*writer.inputs, *behind]
         values = self._graph.op_with_outputs(
-            CALL,
-            len(layouts),
-            *writer.inputs,
-            *behind,
-            domain=DOMAIN,
-            name=form.name,
-            overload=form.overload,
-            texts="".join(f"{text}\n" for text in writer.texts),
-            program=program,
+            operator, len(layouts), *inputs, domain=DOMAIN, program=program, **attributes
         )
         self._graph.frame_readers.update(writer.framed)
         for value, layout in zip(values, layouts, strict=True):
             describe(value, in_memory_order(layout))
         return values
+
+
+def _attributes(name: str, overload: str, texts: Sequence[str]) -> dict[str, str]:
+    return {"name": name, "overload": overload, "texts": "".join(f"{text}\n" for text in texts)}
 
 
 def _read_results(node: fx.Node, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Writes the program of an `AtenCall`: the arguments of a call as integers, which the native library reads."""
+"""Writes the program of a call: its outputs and arguments as integers, which the native library reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ort_accel.graph.symbolic_sizes import Size, expression
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph
 
 NONE, INTEGER, REAL, TRUTH, TENSOR, LIST, OPTIONAL, CODE, DEVICE, TEXT, OUTPUT, NUMBER, FRAMED = range(13)
-"""The kinds of arguments in a program, as `native/operators/aten_call.cc` reads them."""
+"""The kinds of arguments in a program, as `native/operators/program.h` reads them."""
 
 DTYPE_CODES = {
     torch.uint8: 0,
@@ -114,15 +114,22 @@ class ProgramWriter:
                 return [REAL, _bits(float(value))]
         raise NotLowerable(f"an argument of type {type(value).__name__}")
 
+    def number(self, value: Size | float | None) -> list[int]:
+        """Returns an argument of a kernel that is no tensor; None is an address of nothing."""
+        if value is None:
+            return [NONE]
+        return [REAL, _bits(value)] if isinstance(value, float) else [INTEGER, *self.size(value)]
+
     def tensor(self, tensor: Strided) -> list[int]:
         """Returns a tensor."""
         if tensor.base not in self.inputs:
             self.inputs.append(tensor.base)
         if tensor.frame_position is not None:
             self.framed.add(tensor.frame_position)
-            return [FRAMED, tensor.frame_position, *self.layout(tensor.fake, tensor.origin)]
-        position = self.inputs.index(tensor.base)
-        return [TENSOR, position, DTYPE_CODES[tensor.fake.dtype], 1, *self.layout(tensor.fake)]
+            head = [FRAMED, tensor.frame_position]
+        else:
+            head = [TENSOR, self.inputs.index(tensor.base)]
+        return [*head, DTYPE_CODES[tensor.fake.dtype], *self.layout(tensor.fake, tensor.origin)]
 
     def result(self, fake: torch.Tensor) -> list[int]:
         """Returns an output of the call, as PyTorch sees it and as ONNX Runtime does."""

@@ -10,8 +10,13 @@ namespace {
 
 constexpr int LEVELS = 3;
 
+struct Variant {
+  void* function = nullptr;
+  PackedKernel packed = nullptr;
+};
+
 struct Variants {
-  void* by_level[LEVELS] = {};
+  Variant by_level[LEVELS] = {};
 };
 
 std::map<std::string, Variants>& table() {
@@ -31,13 +36,13 @@ int best_level() {
 #endif
 }
 
-void* variant(const char* name, int level) {
+Variant variant(const char* name, int level) {
   const auto found = table().find(name);
-  if (found == table().end()) return nullptr;
+  if (found == table().end()) return {};
   for (int at = level; at >= 0; --at) {
-    if (found->second.by_level[at]) return found->second.by_level[at];
+    if (found->second.by_level[at].function) return found->second.by_level[at];
   }
-  return nullptr;
+  return {};
 }
 
 void run_serially(int64_t count, int64_t, Range run, void* context) { run(0, count, context); }
@@ -46,11 +51,13 @@ void run_serially(int64_t count, int64_t, Range run, void* context) { run(0, cou
 
 void (*run_in_parallel)(int64_t, int64_t, Range, void*) = run_serially;
 
-KernelEntry::KernelEntry(const char* name, int level, void* function) { table()[name].by_level[level] = function; }
+KernelEntry::KernelEntry(const char* name, int level, void* function, PackedKernel packed) {
+  table()[name].by_level[level] = {function, packed};
+}
 
-void* find_kernel(const char* name) {
+PackedKernel find_kernel(const char* name) {
   static const int level = best_level();
-  return variant(name, level);
+  return variant(name, level).packed;
 }
 
 }  // namespace ort_accel
@@ -61,12 +68,12 @@ void* find_kernel(const char* name) {
 EXPORT int ort_accel_level() { return ort_accel::best_level(); }
 
 /// A kernel's address in the variant of a level, or of the next lower one; null if there is no such kernel.
-EXPORT void* ort_accel_kernel(const char* name, int level) { return ort_accel::variant(name, level); }
+EXPORT void* ort_accel_kernel(const char* name, int level) { return ort_accel::variant(name, level).function; }
 
 /// True if the library has kernels that were compiled for a level.
 EXPORT bool ort_accel_has_level(int level) {
   for (const auto& kernel : ort_accel::table()) {
-    if (kernel.second.by_level[level]) return true;
+    if (kernel.second.by_level[level].function) return true;
   }
   return false;
 }

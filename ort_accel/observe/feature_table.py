@@ -80,12 +80,14 @@ def _shares(segments: Sequence[Segment]) -> RenderableType:
         part = [segment for segment in segments if segment.graph.startswith(kind)]
         if part:
             _add_share(table, kind or "all", part)
-    called = sum(segment.called_nodes for segment in segments if segment.runner is Runner.ORT)
-    if not called:
-        return table
-    return Group(
-        table, Text(f"PyTorch's kernels compute {called} of these nodes, called from ONNX Runtime's sessions.")
+    own, called = (
+        sum(getattr(segment, name) for segment in segments if segment.runner is Runner.ORT)
+        for name in ("own_nodes", "called_nodes")
     )
+    if not own and not called:
+        return table
+    kernels = f"ort_accel's kernels compute {own} of these nodes, and PyTorch's kernels {called}"
+    return Group(table, Text(f"{kernels}, called from ONNX Runtime's sessions."))
 
 
 def _add_share(table: Table, name: str, segments: Sequence[Segment]) -> None:

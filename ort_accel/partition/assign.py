@@ -27,6 +27,7 @@ from ort_accel.kernels.bit_mask import is_bit_mask_op
 from ort_accel.kernels.host_copies import is_host_copy
 from ort_accel.kernels.token_log_probs import token_scores, token_scores_backward
 from ort_accel.lowering.aten_call import needs_copy, why_not_callable
+from ort_accel.lowering.kernel_call import Calls, kernel_for
 from ort_accel.lowering.onnx_graph import DTYPES, HALF_DTYPES, NotLowerable, OnnxGraph, Operand, Slower, describe
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.operators.facts import facts
@@ -55,8 +56,8 @@ class Assignment:
 
     runner: dict[fx.Node, Runner]
     refusals: dict[fx.Node, Refusal] = field(default_factory=dict)
-    called: frozenset[fx.Node] = frozenset()
-    """Nodes of ONNX Runtime's sessions that are calls of PyTorch's operators."""
+    called: Calls = field(default_factory=dict)
+    """Nodes of ONNX Runtime's sessions that call a kernel of the native library, or else PyTorch's operator."""
 
     @cached_property
     def free(self) -> set[fx.Node]:
@@ -75,16 +76,22 @@ class Assignment:
         return Assignment(runner, {**self.refusals, **refusals}, self.called)
 
     def with_calls(self) -> Assignment:
-        """Returns the assignment in which sessions call PyTorch's operators wherever they can.
+        """Returns the assignment in which sessions call kernels wherever they can.
 
-        A copy of the results takes longer than what the faster operator saves, so ONNX Runtime's own kernel runs then.
+        The native library's kernels come first. PyTorch's operators follow where ONNX Runtime lacks a kernel or runs
+        slower. If an operator makes its results itself, a copy of them takes longer than what its speed saves.
         """
-        refused = [node for node, runner in self.runner.items() if runner is Runner.PYTORCH]
+        kernels = {node: kernel for node in self.runner if self._may_change(node) and (kernel := kernel_for(node))}
+        refused = [node for node, runner in self.runner.items() if runner is Runner.PYTORCH and node not in kernels]
         moved = [node for node in refused if not why_not_callable(node)]
         own = {node for node in moved if self._is_refused_for_speed(node) and not is_view(node) and needs_copy(node)}
-        refusals = {node: refusal for node, refusal in self.refusals.items() if node not in own}
-        called = frozenset(node for node in moved if node not in own and not is_view(node))
-        return Assignment(self.runner | dict.fromkeys(moved, Runner.ORT), refusals, called)
+        refusals = {node: refusal for node, refusal in self.refusals.items() if node not in own and node not in kernels}
+        called = dict.fromkeys(node for node in moved if node not in own and not is_view(node))
+        return Assignment(self.runner | dict.fromkeys([*moved, *kernels], Runner.ORT), refusals, called | kernels)
+
+    def _may_change(self, node: fx.Node) -> bool:
+        """True unless the user, or a failure, has given a node to PyTorch."""
+        return node not in self.refusals or self.refusals[node].reason not in (Reason.WISH, Reason.ENDED_RUNS)
 
     def _is_refused_for_speed(self, node: fx.Node) -> bool:
         in_half = any(tensor.dtype in HALF_DTYPES for tensor in fakes_in(node.meta["val"]))

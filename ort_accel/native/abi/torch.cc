@@ -34,6 +34,8 @@ const char* find_functions() {
                      find(library, "aoti_torch_cpu_mm_out", f.mm) && find(library, "aoti_torch_cpu_bmm_out", f.bmm) &&
                      find(library, "aoti_torch_cpu_addmm_out", f.addmm) &&
                      find(library, "aoti_torch_cpu_baddbmm_out", f.baddbmm) &&
+                     find(library, "aoti_torch_get_data_ptr", f.data_of) &&
+                     find(library, "aoti_torch_dtype_element_size", f.element_size) &&
                      find(library, "torch_call_dispatcher", f.call_dispatcher) &&
                      find(library, "torch_new_list_reserve_size", f.new_list) &&
                      find(library, "torch_list_push_back", f.push_back) &&

@@ -2,6 +2,7 @@
 // serves every version of torch.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace ort_accel::torch {
@@ -27,6 +28,8 @@ struct Functions {
   int32_t (*bmm)(Tensor result, Tensor, Tensor);
   int32_t (*addmm)(Tensor result, Tensor, Tensor, Tensor, double beta, double alpha);
   int32_t (*baddbmm)(Tensor result, Tensor, Tensor, Tensor, double beta, double alpha);
+  int32_t (*data_of)(Tensor, void** result);
+  size_t (*element_size)(int32_t dtype);
   int32_t (*is_defined)(Tensor, bool* result);
   int32_t (*call_dispatcher)(const char* name, const char* overload, Argument* stack, uint64_t built_for);
   int32_t (*new_list)(uintptr_t size, List* result);

@@ -1,14 +1,14 @@
 // The entry by which ONNX Runtime asks for the operators.
 #include "abi/onnxruntime.h"
 #include "abi/torch.h"
-#include "operators/aten_call.h"
+#include "operators/calls.h"
 #include "operators/operator.h"
 
 namespace ort_accel {
 namespace {
 
 OrtStatus* register_operators(OrtSessionOptions* options) {
-  static const Operator operators[] = {{"AtenCall", make_aten_call}};
+  static const Operator operators[] = {{"AtenCall", make_aten_call}, {"KernelCall", make_kernel_call}};
   static OrtCustomOpDomain* domain = nullptr;  // lives as long as any session
   if (!domain) {
     OrtCustomOpDomain* created = nullptr;

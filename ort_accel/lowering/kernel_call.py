@@ -1,0 +1,228 @@
+"""Chooses the native library's kernels for nodes of a graph: the arguments that a kernel gets, and where it can run.
+
+A model calls them by the custom operator `KernelCall`. A kernel reads and writes contiguous tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from ort_accel.graph.memory_layout import is_plain
+from ort_accel.graph.nodes import fakes_in
+from ort_accel.graph.symbolic_sizes import Size, known_equal
+from ort_accel.kernels.bit_mask import own as bits
+from ort_accel.kernels.packed_rows import own
+from ort_accel.native.run_kernel import ELEMENTS
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Output:
+    """The argument by which a kernel gets the memory of one of the operator's results."""
+
+    position: int
+
+
+KernelArgument: TypeAlias = fx.Node | Output | Size | float | None
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """A kernel, and its arguments. A tensor is a node, and None is an address of nothing."""
+
+    name: str
+    arguments: Sequence[KernelArgument]
+
+
+Calls: TypeAlias = Mapping[fx.Node, KernelCall | None]
+"""Nodes that call a kernel, or else, with None, PyTorch's operator."""
+
+_Choice = Callable[..., KernelCall | None]
+
+_CHOICES: dict[Any, _Choice] = {}
+
+
+def kernel_for(node: fx.Node) -> KernelCall | None:
+    """Returns the call of a kernel that computes a node; None where there is none for its types and layouts."""
+    choose = _CHOICES.get(node.target)
+    if choose is None or not all(map(_is_plain_on_cpu, fakes_in(node.meta["val"]))):
+        return None
+    return choose(node, *node.args, **node.kwargs)
+
+
+def _chosen_for(*targets: Any) -> Callable[[_Choice], _Choice]:
+    """Registers a function for operators. It gets a node and the operator's arguments."""
+
+    def register(choose: _Choice) -> _Choice:
+        _CHOICES.update(dict.fromkeys(targets, choose))
+        return choose
+
+    return register
+
+
+def _is_plain_on_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and is_plain(tensor)
+
+
+def _fake(node: fx.Node) -> torch.Tensor:
+    value: torch.Tensor = node.meta["val"]
+    return value
+
+
+def _element(*nodes: fx.Node | None) -> int | None:
+    """Returns the kernels' number of the type that all of these tensors have; None if there is none."""
+    types = {_fake(node).dtype for node in nodes if node is not None}
+    return ELEMENTS.get(types.pop()) if len(types) == 1 else None
+
+
+def _is_float(node: fx.Node) -> bool:
+    return _fake(node).dtype == torch.float32
+
+
+def _has_whole_rows(source: fx.Node) -> bool:
+    return _fake(source).ndim > 0 and is_plain(_fake(source))
+
+
+@_chosen_for(aten.native_layer_norm.default)
+def _layer_norm(
+    node: fx.Node, x: fx.Node, shape: Sequence[Size], weight: fx.Node | None, bias: fx.Node | None, eps: float
+) -> KernelCall | None:
+    element, of_weight = _element(x), _element(*(weight, bias) if weight or bias else (x,))
+    _, mean, _ = node.meta["val"]
+    if element is None or of_weight is None or mean.dtype != torch.float32:
+        return None
+    rows, columns = _rows_and_columns(x, shape)
+    outputs = (Output(0), Output(1), Output(2))
+    return KernelCall(
+        "layer_norm", (x, None, weight, bias, rows, columns, float(eps), element, of_weight, None, *outputs)
+    )
+
+
+@_chosen_for(aten.native_layer_norm_backward.default)
+def _layer_norm_backward(
+    _: fx.Node,
+    grad: fx.Node,
+    x: fx.Node,
+    shape: Sequence[Size],
+    mean: fx.Node,
+    rstd: fx.Node,
+    weight: fx.Node | None,
+    bias: fx.Node | None,
+    wanted: Sequence[bool],
+) -> KernelCall | None:
+    element, of_weight = _element(grad, x), _element(*(weight, bias) if weight or bias else (x,))
+    if element is None or of_weight is None or not _is_float(mean) or not _is_float(rstd):
+        return None
+    rows, columns = _rows_and_columns(x, shape)
+    outputs = [Output(at) if want else None for at, want in enumerate(wanted)]
+    if outputs[0] is None:
+        return None
+    return KernelCall(
+        "layer_norm_backward",
+        (grad, x, weight, mean, rstd, None, rows, columns, element, of_weight, *outputs),
+    )
+
+
+def _rows_and_columns(x: fx.Node, shape: Sequence[Size]) -> tuple[Size, Size]:
+    sizes = _fake(x).shape
+    split = len(sizes) - len(shape)
+    return prod(sizes[:split]), prod(sizes[split:])
+
+
+@_chosen_for(aten.add.Tensor, aten.add.Scalar)
+def _add(node: fx.Node, one: fx.Node, other: fx.Node | float, alpha: float = 1) -> KernelCall | None:
+    return _sum(node, one, other, alpha)
+
+
+@_chosen_for(aten.sub.Tensor, aten.sub.Scalar)
+def _subtract(node: fx.Node, one: fx.Node, other: fx.Node | float, alpha: float = 1) -> KernelCall | None:
+    return _sum(node, one, other, -alpha)
+
+
+def _sum(node: fx.Node, one: fx.Node | float, other: fx.Node | float, alpha: float) -> KernelCall | None:
+    if not isinstance(one, fx.Node) or not isinstance(one.meta["val"], torch.Tensor) or isinstance(alpha, fx.Node):
+        return None
+    count = _fake(node).numel()
+    element = _element(node, one)
+    if element is None or not _same_shape(node, one):
+        return None
+    if isinstance(other, int | float):
+        return KernelCall("add", (one, None, float(alpha * other), count, element, Output(0)))
+    if not isinstance(other, fx.Node) or not isinstance(other.meta["val"], torch.Tensor):
+        return None
+    if _element(node, other) is None or not _same_shape(node, other):
+        return None
+    return KernelCall("add", (one, other, float(alpha), count, element, Output(0)))
+
+
+def _same_shape(one: fx.Node, other: fx.Node) -> bool:
+    sizes, others = _fake(one).shape, _fake(other).shape
+    return len(sizes) == len(others) and all(map(known_equal, sizes, others)) and is_plain(_fake(other))
+
+
+@_chosen_for(aten.embedding_dense_backward.default)
+def _embedding_gradient(
+    node: fx.Node, grad: fx.Node, index: fx.Node, rows: Size, padding: Size, scales: bool
+) -> KernelCall | None:
+    return None if scales else _sums_by_index(node, grad, index, rows, padding)
+
+
+@_chosen_for(aten.index_add.default)
+def _index_add(
+    node: fx.Node, onto: fx.Node, dim: int, index: fx.Node, source: fx.Node, alpha: float = 1
+) -> KernelCall | None:
+    is_blank = onto.target in (aten.new_zeros.default, aten.zeros.default)
+    if not is_blank or dim != 0 or alpha != 1 or _fake(onto).ndim != 2:
+        return None
+    return _sums_by_index(node, source, index, _fake(onto).shape[0], -1)
+
+
+def _sums_by_index(node: fx.Node, grads: fx.Node, index: fx.Node, rows: Size, padding: Size) -> KernelCall | None:
+    made = _fake(node)
+    if made.dtype not in (torch.float32, torch.bfloat16) or _fake(grads).dtype != made.dtype:
+        return None
+    if _fake(index).dtype != torch.int64 or isinstance(padding, fx.Node) or isinstance(rows, fx.Node):
+        return None
+    columns, count = made.shape[1], _fake(index).numel()
+    is_bfloat16 = int(made.dtype == torch.bfloat16)
+    arguments = (grads, columns, index, count, columns, padding, Output(0), rows, is_bfloat16)
+    return KernelCall("embedding_gradient", arguments)
+
+
+@_chosen_for(own.rows_of.default)
+def _rows_of(_: fx.Node, source: fx.Node, rows: fx.Node, *__: object) -> KernelCall | None:
+    return _gather(source, rows)
+
+
+@_chosen_for(aten.embedding.default)
+def _embedding(_: fx.Node, weight: fx.Node, index: fx.Node, *__: object) -> KernelCall | None:
+    return _gather(weight, index)
+
+
+@_chosen_for(aten.index_select.default)
+def _index_select(_: fx.Node, source: fx.Node, dim: int, index: fx.Node) -> KernelCall | None:
+    return _gather(source, index) if dim == 0 else None
+
+
+def _gather(source: fx.Node, index: fx.Node) -> KernelCall | None:
+    if _fake(index).dtype != torch.int64 or not _has_whole_rows(source):
+        return None
+    rows, *others = _fake(source).shape
+    row_bytes = prod(others) * _fake(source).element_size()
+    count = _fake(index).numel()
+    return KernelCall("gather_rows", (source, rows, row_bytes, index, count, row_bytes, Output(0), row_bytes))
+
+
+@_chosen_for(bits.apply_bits.default)
+def _apply_bits(_: fx.Node, source: fx.Node, mask: fx.Node, scale: float) -> KernelCall | None:
+    element = _element(source)
+    if element is None or not is_plain(_fake(source)):
+        return None
+    return KernelCall("apply_dropout", (source, mask, _fake(source).numel(), float(scale), element, Output(0)))

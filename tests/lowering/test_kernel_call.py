@@ -1,0 +1,118 @@
+"""The native library's kernels within a session compute what eager's operators do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ort_accel
+from ort_accel.kernels.bit_mask import own
+from ort_accel.native.library import native_library
+from tests.executor.one_session import Compiled
+
+pytestmark = pytest.mark.skipif(native_library() is None, reason="the native library was not built")
+
+aten = torch.ops.aten
+IDS = torch.tensor([[0, 2, 1], [3, 3, 0]])
+MASK = torch.arange(12) % 3 > 0
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> Sequence[Tensor]:
+    _, mean, rstd = aten.native_layer_norm(x, [8], weight, bias, 1e-5)
+    return aten.native_layer_norm_backward(grad, x, [8], mean, rstd, weight, bias, [True, True, True])
+
+
+CASES: dict[str, tuple[str, Callable[..., Any], Sequence[Tensor]]] = {
+    "norm": (
+        "layer_norm",
+        lambda x, w, b: aten.native_layer_norm(x, [8], w, b, 1e-5)[0],
+        (normal(3, 2, 8), normal(8), normal(8)),
+    ),
+    "norm's gradient": ("layer_norm_backward", norm_gradient, (normal(5, 8), normal(5, 8), normal(8), normal(8))),
+    "sum": ("add", torch.add, (normal(7, 9), normal(7, 9))),
+    "sum of a product": ("add", lambda x, y: torch.add(x, y, alpha=3), (normal(7, 9), normal(7, 9))),
+    "sum with a number": ("add", lambda x: x + 2, (normal(700, 9),)),
+    "difference": ("add", lambda x, y: torch.sub(x, y, alpha=0.5), (normal(7, 9), normal(7, 9))),
+    "embedding": ("gather_rows", aten.embedding, (normal(4, 6), IDS)),
+    "selected rows": ("gather_rows", lambda x, i: x.index_select(0, i), (normal(4, 3, 2), IDS[1])),
+    "embedding's gradient": (
+        "embedding_gradient",
+        lambda grad, i: aten.embedding_dense_backward(grad, i, 5, 0, False),
+        (normal(2, 3, 6), IDS),
+    ),
+    "rows added to zeros": (
+        "embedding_gradient",
+        lambda x, i: x.new_zeros(5, 6).index_add(0, i, x),
+        (normal(3, 6), IDS[1]),
+    ),
+    "dropout": ("apply_dropout", lambda x, bits: own.apply_bits(x, bits, 1.25), (normal(3, 4), own.to_bits(MASK))),
+}
+
+
+def kernels_of(compiled: Compiled) -> list[str]:
+    return [call.name for call in compiled.assignment.called.values() if call is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_kernel_computes_what_eager_does(name, dtype):
+    kernel, function, args = CASES[name]
+    args = [arg.to(dtype) if arg.is_floating_point() else arg for arg in args]
+    if "norm" in kernel and dtype == torch.bfloat16:  # eager's statistics are halves then
+        assert kernel not in kernels_of(Compiled(function, args))
+        return
+    compiled = Compiled(function, args, refused=lambda _: {})
+    assert kernel in kernels_of(compiled)
+    found, expected = compiled(*args), function(*args)
+    expected = [expected] if isinstance(expected, Tensor) else expected
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["sum", "norm", "embedding"])
+def test_sizes_may_change(name):
+    _, function, args = CASES[name]
+    compiled = Compiled(function, args, mode="symbolic", refused=lambda _: {})
+    larger = [torch.cat([arg, arg]) if arg.ndim > 1 else arg for arg in args]
+    for given in (args, larger, args):
+        torch.testing.assert_close(compiled(*given)[0], function(*given))
+
+
+def test_zeros_that_a_kernel_adds_to_are_not_made():
+    args = normal(3, 6), IDS[1]
+    compiled = Compiled(lambda x, i: x.new_zeros(5, 6).index_add(0, i, x), args, refused=lambda _: {})
+    assert compiled.operators == ["KernelCall"]
+
+
+def test_views_are_read_in_their_order():
+    def function(x, y):
+        return x.t().exp() + y, x[1:] + y[:, :3].t()[:2]
+
+    args = normal(3, 4), normal(4, 3)
+    for ours, theirs in zip(Compiled(function, args, refused=lambda _: {})(*args), function(*args), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_rows_that_do_not_exist_raise_eagers_error():
+    model = ort_accel.accelerate(nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 2)))
+    for _ in range(2):
+        model(IDS).sum().backward()
+        with pytest.raises(IndexError, match="index out of range in self"):
+            model(IDS + 3)
+    assert ort_accel.report(model).coverage["forward"]["nodes_by_ort_accel_in_onnxruntime"] == 1
+
+
+@pytest.mark.parametrize("other", [torch.ones(6), torch.ones(4, 6, dtype=torch.long)], ids=["broadcast", "types"])
+def test_a_sum_that_no_kernel_takes(other):
+    args = normal(4, 6), other
+    compiled = Compiled(torch.add, args, refused=lambda _: {})
+    assert not compiled.assignment.called
+    torch.testing.assert_close(compiled(*args)[0], torch.add(*args))
