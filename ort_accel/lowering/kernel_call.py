@@ -18,6 +18,7 @@ from ort_accel.graph.nodes import fakes_in
 from ort_accel.graph.symbolic_sizes import Size, known_equal
 from ort_accel.kernels.bit_mask import own as bits
 from ort_accel.kernels.packed_rows import own
+from ort_accel.kernels.rms_norm import own as rms
 from ort_accel.native.run_kernel import ELEMENTS
 
 aten = torch.ops.aten
@@ -128,6 +129,26 @@ def _layer_norm_backward(
         "layer_norm_backward",
         (grad, x, weight, mean, rstd, None, rows, columns, element, of_weight, *outputs),
     )
+
+
+@_chosen_for(rms.rms_norm.default)
+def _rms_norm(_: fx.Node, x: fx.Node, weight: fx.Node | None, eps: float) -> KernelCall | None:
+    if not all(map(_is_float, (x, weight or x))):
+        return None
+    element, (rows, columns) = ELEMENTS[torch.float32], _rows_and_columns(x, _fake(x).shape[-1:])
+    outputs = (Output(0), Output(1))
+    return KernelCall("rms_norm", (x, None, weight, rows, columns, float(eps), element, element, None, *outputs))
+
+
+@_chosen_for(rms.rms_norm_backward.default)
+def _rms_norm_backward(
+    _: fx.Node, grad: fx.Node, x: fx.Node, weight: fx.Node | None, rstd: fx.Node, wanted: bool
+) -> KernelCall | None:
+    if not all(map(_is_float, (grad, x, weight or x))):
+        return None
+    element, (rows, columns) = ELEMENTS[torch.float32], _rows_and_columns(x, _fake(x).shape[-1:])
+    operands, outputs = (grad, x, weight, rstd, None), (Output(0), Output(1) if wanted else None)
+    return KernelCall("rms_norm_backward", (*operands, rows, columns, element, element, *outputs))
 
 
 def _rows_and_columns(x: fx.Node, shape: Sequence[Size]) -> tuple[Size, Size]:

@@ -136,6 +136,7 @@ _RECORDS: dict[str, Facts] = {
     ),
     # norms
     "aten.native_layer_norm": Facts(onnx_name="LayerNormalization", repeat=_ADVANCED, is_cheap=True, cpu_slowdown=1.5),
+    "ort_accel.rms_norm": Facts(onnx_name="SimplifiedLayerNormalization", repeat=_ADVANCED, is_cheap=True),
     "aten._fused_rms_norm": Facts(onnx_name="SimplifiedLayerNormalization", repeat=_ADVANCED, is_cheap=True),
     "aten.native_group_norm": Facts(onnx_name="GroupNormalization", repeat=_ADVANCED),
     "aten.native_batch_norm": Facts(onnx_name="BatchNormalization", repeat=_ADVANCED),

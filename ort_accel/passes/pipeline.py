@@ -66,6 +66,7 @@ class Pass:
 
 PASSES = (
     Pass("replace_masked_writes", Stage.CAPTURED),
+    Pass("fuse_rms_norm", Stage.CAPTURED, fusions, "fused RMS norms"),
     Pass("mark_data_numbers", WITH_FORWARD | Stage.BACKWARD),
     Pass("fix_batch_norm_dtypes", WITH_FORWARD),
     Pass("split_dropout", WITH_FORWARD),

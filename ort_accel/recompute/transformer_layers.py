@@ -18,7 +18,7 @@ from ort_accel.recompute.joint_graph import is_tensor, packet, producer, storage
 
 aten = torch.ops.aten
 
-FUSED_NORMS = {aten.native_layer_norm, aten._fused_rms_norm, aten.rms_norm}
+FUSED_NORMS = {aten.native_layer_norm, aten._fused_rms_norm, aten.rms_norm, own.rms_norm}
 SOFTMAXES = {aten._softmax, aten._safe_softmax}
 PASS_THROUGH = {aten._to_copy, aten.clone, aten.native_dropout_backward, own.rows_of, own.rows_into, aten.index_select}
 """Operators, besides views, between a norm and the addition of a residual: casts, dropout and row selections. Dropout

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
+from ort_accel.kernels.rms_norm import own
 from ort_accel.kernels.token_log_probs import token_scores
 from ort_accel.row_skipping.row_flow import (
     Dims,
@@ -142,6 +143,13 @@ def norm(node: fx.Node, dims: Dims) -> Propagation | None:
         return call_operator(node, x, *map(inputs.dense, node.args[1:]), **node.kwargs)
 
     return unary(node, dims, compute)
+
+
+@RULES.register(own.rms_norm)
+def rms_norm(node: fx.Node, dims: Dims) -> Propagation | None:
+    if rank_of(tensor_input(node)) - 1 in dims:
+        return None
+    return unary(node, dims, lambda inputs, x: call_operator(node, x, *map(inputs.dense, node.args[1:])))
 
 
 @RULES.register(aten.embedding)

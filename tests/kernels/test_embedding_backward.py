@@ -55,7 +55,8 @@ def test_others_are_pytorchs(taken):
 def test_a_model_takes_it_unless_memory_is_to_be_held(taken, memory, times):
     torch.manual_seed(0)
     eager = nn.Sequential(nn.Embedding(COUNT, WIDTH, padding_idx=0), nn.Linear(WIDTH, 3))
-    ours = ort_accel.accelerate(copy.deepcopy(eager), {"memory": memory, "observe": {"log_level": "error"}})
+    config = {"compute": {"native": False}, "memory": memory, "observe": {"log_level": "error"}}
+    ours = ort_accel.accelerate(copy.deepcopy(eager), config)
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (eager, ours)]
     for _ in range(3):
         ids = torch.randint(0, COUNT, (4, 8))

@@ -191,8 +191,9 @@ def steps_of_a_head(in_pytorch: Sequence[str], memory: dict[str, Any], noted: li
     """Steps that are eager's, each with its number of rows. `noted` has what this step alone noted."""
     torch.manual_seed(0)
     eager = Head()
-    engine = {"engine": {"run_in_pytorch": list(in_pytorch)}, "memory": memory, "observe": {"log_level": "error"}}
-    ours = ort_accel.accelerate(copy.deepcopy(eager), engine)
+    engine = {"run_in_pytorch": list(in_pytorch)}
+    config = {"compute": {"native": False}, "engine": engine, "memory": memory, "observe": {"log_level": "error"}}
+    ours = ort_accel.accelerate(copy.deepcopy(eager), config)
     for seed, rows in enumerate([64, 48, 48, 8, 0, 80]):
         x, labels = torch.randn(rows, 16), torch.randint(0, 300, (rows,))
         noted.clear()
@@ -219,9 +220,8 @@ def test_an_evaluation_takes_it_with_and_without_gradients(taken: list[Any], gra
             return self.head(x).argmax(-1)
 
     eager = Best().eval()
-    ours = ort_accel.accelerate(
-        copy.deepcopy(eager), {"engine": {"run_in_pytorch": HEAD}, "observe": {"log_level": "error"}}
-    )
+    config = {"compute": {"native": False}, "engine": {"run_in_pytorch": HEAD}, "observe": {"log_level": "error"}}
+    ours = ort_accel.accelerate(copy.deepcopy(eager), config)
     with torch.set_grad_enabled(grad):
         x = torch.randn(64, 16)
         assert torch.equal(ours(x), eager(x))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ort_accel
+from ort_accel.kernels import rms_norm  # noqa: F401  # registers its operators
 from ort_accel.kernels.bit_mask import own
 from ort_accel.native.library import native_library
 from tests.executor.one_session import Compiled
@@ -37,6 +38,17 @@ CASES: dict[str, tuple[str, Callable[..., Any], Sequence[Tensor]]] = {
         (normal(3, 2, 8), normal(8), normal(8)),
     ),
     "norm's gradient": ("layer_norm_backward", norm_gradient, (normal(5, 8), normal(5, 8), normal(8), normal(8))),
+    "RMS norm": ("rms_norm", lambda x, w: own.rms_norm(x, w, 1e-5)[0], (normal(3, 2, 8), normal(8))),
+    "RMS norm's gradient": (
+        "rms_norm_backward",
+        lambda grad, x, w: own.rms_norm_backward(grad, x, w, own.rms_norm(x, w, 1e-5)[1], True),
+        (normal(5, 8), normal(5, 8), normal(8)),
+    ),
+    "RMS norm's gradient without a weight": (
+        "rms_norm_backward",
+        lambda grad, x: own.rms_norm_backward(grad, x, None, own.rms_norm(x, None, 1e-5)[1], False)[0],
+        (normal(5, 8), normal(5, 8)),
+    ),
     "sum": ("add", torch.add, (normal(7, 9), normal(7, 9))),
     "sum of a product": ("add", lambda x, y: torch.add(x, y, alpha=3), (normal(7, 9), normal(7, 9))),
     "sum with a number": ("add", lambda x: x + 2, (normal(700, 9),)),

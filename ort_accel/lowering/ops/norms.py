@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ort_accel.graph.symbolic_sizes import Size
+from ort_accel.kernels.rms_norm import own
 from ort_accel.lowering.kernel_bugs import layer_norm_is_exact
 from ort_accel.lowering.onnx_graph import MICROSOFT, Input, NotLowerable, OnnxGraph, Operand, Value
 from ort_accel.lowering.ops.elementwise import root_of
@@ -145,6 +146,22 @@ def rms_norm(
     inverse = inverse_root(square, torch.finfo(dtype).eps if epsilon is None else epsilon)
     normal = x * inverse
     return normal if weight is None else normal * weight, inverse
+
+
+@lowers(own.rms_norm.default)
+def rms_norm_of_rows(
+    graph: OnnxGraph, operand: Operand, weight: Operand | None, epsilon: float
+) -> tuple[Result | None, ...]:
+    return rms_norm(graph, operand, operand.shape[-1:], weight, epsilon)
+
+
+@lowers(own.rms_norm_backward.default)
+def rms_norm_of_rows_backward(
+    graph: OnnxGraph, grad: Operand, operand: Operand, weight: Operand | None, inverse: Operand, wanted: bool
+) -> tuple[Result | None, ...]:
+    if not wanted:
+        raise NotLowerable("a result without elements")
+    return rms_norm_backward(graph, grad, operand, operand.shape[-1:], inverse, weight, [True, True])
 
 
 @lowers(aten._fused_rms_norm_backward.default)
