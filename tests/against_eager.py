@@ -19,6 +19,10 @@ RTOL, ATOL = 1e-4, 1e-5
 Batch = Mapping[str, Any]
 
 
+BETWEEN_SESSIONS = {"compute": {"native": False}}
+"""PyTorch runs what ONNX Runtime does not, between its sessions."""
+
+
 def pair(model: nn.Module, config: Any = None) -> tuple[nn.Module, nn.Module]:
     """A model in eager mode, and a copy of it on the engine."""
     return model, ort_accel.accelerate(copy.deepcopy(model), config)

@@ -10,6 +10,7 @@ from torch import fx
 
 from ort_accel.graph.meta_keys import RUNS_AFTER
 from ort_accel.graph.nodes import (
+    CHECKS,
     is_data_dependent_scalar,
     is_getitem,
     is_random,
@@ -76,7 +77,8 @@ def cut(graph: fx.Graph, assignment: Assignment) -> list[Cut]:
     """Groups nodes so that control changes hands as rarely as the data allows.
 
     1. Random draws, writes and watched nodes keep their order among each other.
-    2. A write, or a move to host memory or back, keeps its position among all nodes.
+    2. A write, or a move to host memory or back, keeps its position among all nodes. What follows a check of data waits
+       for it, so that the first error is eager's.
     3. A node that has to stay behind others begins a segment: within one, ONNX Runtime chooses the order.
     4. Independent nodes that increase memory run in the last segment that is early enough for their readers.
     """
@@ -103,8 +105,9 @@ class _Order:
         before: dict[fx.Node, set[fx.Node]] = {}
         last_ordered: fx.Node | None = None
         last_fixed: fx.Node | None = None
+        last_check: fx.Node | None = None
         for node in nodes:
-            dependencies = _computed_values_read(node, free) | ({last_fixed} if last_fixed else set())
+            dependencies = _computed_values_read(node, free) | {item for item in (last_fixed, last_check) if item}
             if writes(node) or is_host_copy(node):
                 dependencies.update(before)
                 last_fixed = node
@@ -112,6 +115,8 @@ class _Order:
                 if last_ordered is not None:
                     dependencies.add(last_ordered)
                 last_ordered = node
+            if node.target in CHECKS:
+                last_check = node
             before[node] = dependencies
         return before
 

@@ -68,7 +68,7 @@ PASSES = (
     Pass("replace_masked_writes", Stage.CAPTURED),
     Pass("fuse_rms_norm", Stage.CAPTURED, fusions, "fused RMS norms"),
     Pass("mark_data_numbers", WITH_FORWARD | Stage.BACKWARD),
-    Pass("fix_batch_norm_dtypes", WITH_FORWARD),
+    Pass("fix_norm_dtypes", WITH_FORWARD),
     Pass("split_dropout", WITH_FORWARD),
     Pass("remove_clones", WHOLE, fusions, "copies left out"),
     Pass("slim_attention", WHOLE, fusions, "attention without repeated keys and needless masks"),

@@ -15,7 +15,7 @@ from ort_accel.kernels.attention_dense import PYTORCH_ATTENTION, AttentionOption
 from ort_accel.kernels.attention_matmul import AttentionProducts
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
-from tests.against_eager import assert_step_as_eager, pair
+from tests.against_eager import BETWEEN_SESSIONS, assert_step_as_eager, pair
 from tests.hf.tiny import bert, llama
 
 MACHINE = Machine(SessionSettings(threads=2), 20)
@@ -67,7 +67,7 @@ class Attending(nn.Module):
 
 @pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"scale": 0.2}], ids=["full", "causal", "scaled"])
 def test_a_step_by_products_is_eagers(how, products):
-    eager, ours = pair(Attending(**how))
+    eager, ours = pair(Attending(**how), BETWEEN_SESSIONS)
     for tokens in (5, 9, 3):
         assert_step_as_eager(eager, ours, torch.randn(3, tokens, 16))
     assert products.asked == ["forward", "backward"] * 3
@@ -75,7 +75,7 @@ def test_a_step_by_products_is_eagers(how, products):
 
 
 def assert_padded_steps_as_eager(dropout):
-    eager, ours = pair(bert(attention_probs_dropout_prob=dropout).train())
+    eager, ours = pair(bert(attention_probs_dropout_prob=dropout).train(), BETWEEN_SESSIONS)
     for kept in ([9, 9, 9], [9, 4, 9]):
         mask = (torch.arange(9) < torch.tensor(kept)[:, None]).long()
         ids, labels = torch.randint(3, 32, (3, 9)), torch.tensor([0, 1, 0])
@@ -103,7 +103,7 @@ def test_a_dropout_of_few_weights_is_pytorchs(products, monkeypatch):
 
 
 def test_heads_that_share_keys_by_products_are_eagers(products):
-    eager, ours = pair(llama(num_key_value_heads=1))
+    eager, ours = pair(llama(num_key_value_heads=1), BETWEEN_SESSIONS)
     for tokens in (9, 5):
         ids = torch.randint(3, 32, (3, tokens))
         assert_step_as_eager(eager, ours, input_ids=ids, labels=ids)

@@ -22,7 +22,7 @@ from ort_accel.operators.flops import flops
 from ort_accel.reporting import Report
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
-from tests.against_eager import assert_step_as_eager, pair
+from tests.against_eager import BETWEEN_SESSIONS, assert_step_as_eager, pair
 
 aten = torch.ops.aten
 MACHINE = Machine(SessionSettings(threads=1), 20)
@@ -208,7 +208,7 @@ class Wide(nn.Module):
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed sizes", "open sizes"])
 def test_steps_are_eagers_before_and_behind_the_change_to_onednn(known, dynamic):
     known.update(ort=9.0, pytorch=3.0, onednn=2.0)
-    eager, ours = pair(Wide().train(), {"engine": {"dynamic_shapes": dynamic}})
+    eager, ours = pair(Wide().train(), BETWEEN_SESSIONS | {"engine": {"dynamic_shapes": dynamic}})
     for step in range(ONEDNN_FROM_CALL + 2):
         assert_step_as_eager(eager, ours, torch.randn(1100, 256), seed=step)
     assert ort_accel.report(ours).counters["products by oneDNN, where sizes come again"] > 0
@@ -225,7 +225,7 @@ def taken_over(monkeypatch):
 
 def test_onednn_takes_over_from_onnx_runtime_for_sizes_that_come_again(known, taken_over):
     known.update(ort=2.0, pytorch=5.0, onednn=1.5)
-    eager, ours = pair(Wide().train(), {"engine": {"dynamic_shapes": True}})
+    eager, ours = pair(Wide().train(), BETWEEN_SESSIONS | {"engine": {"dynamic_shapes": True}})
     seen = []
     for step, rows in enumerate([1100] * ONEDNN_FROM_CALL + [1200, 1100]):
         taken_over.clear()
@@ -238,7 +238,7 @@ def test_onednn_takes_over_from_onnx_runtime_for_sizes_that_come_again(known, ta
 
 def test_onednn_does_not_take_over_faster_products_of_onnx_runtime(known, taken_over):
     known.update(ort=1.0, pytorch=5.0, onednn=2.0)
-    eager, ours = pair(Wide().train(), {"engine": {"dynamic_shapes": True}})
+    eager, ours = pair(Wide().train(), BETWEEN_SESSIONS | {"engine": {"dynamic_shapes": True}})
     for step in range(ONEDNN_FROM_CALL + 1):
         assert_step_as_eager(eager, ours, torch.randn(1100, 256), seed=step)
     assert taken_over == []

@@ -92,7 +92,6 @@ class Chooses(nn.Module):
 
 def test_the_gradient_of_chosen_rows_is_added_so(adds: list[Tensor]) -> None:
     torch.manual_seed(0)
-    assert_step_as_eager(
-        *pair(Chooses(), {"compute": {"native": False}}), torch.randn(9, 16), torch.tensor([0, 8, 8, -1, 3])
-    )
+    models = pair(Chooses(), {"compute": {"native": False}})
+    assert_step_as_eager(*models, torch.randn(9, 16), torch.tensor([0, 8, 8, -1, 3]))
     assert [index.tolist() for index in adds] == [[0, 8, 8, -1, 3]]

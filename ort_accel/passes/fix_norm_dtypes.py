@@ -1,8 +1,8 @@
-"""Corrects the dtypes of half-precision batch norm on the CPU, which PyTorch's tracing reports wrongly.
+"""Corrects the dtypes of norms of half-precision inputs on the CPU, which PyTorch's tracing reports wrongly.
 
-1. The CPU kernel keeps saved statistics in float32 if weight or running statistics are float32, else in the input's
+1. The CPU kernels keep saved statistics in float32 if weight or running statistics are float32, else in the input's
    dtype. Tracing reports the input's dtype.
-2. New running statistics have the dtype of the old ones. Tracing reports float32.
+2. New running statistics of a batch norm have the dtype of the old ones. Tracing reports float32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ort_accel.graph.nodes import fakes_in, is_getitem
+from ort_accel.graph.nodes import fakes_in, is_getitem, is_view
 from ort_accel.lowering.onnx_graph import HALF_DTYPES
 from ort_accel.passes.options import PassOptions
 
@@ -20,20 +20,22 @@ aten = torch.ops.aten
 SAVED_STATISTICS = (1, 2)
 """Positions of the results that are saved for the backward."""
 
-RUNNING_STATISTICS: dict[OpOverload, tuple[int, ...]] = {
+NEW_RUNNING_STATISTICS: dict[OpOverload, tuple[int, ...]] = {
+    aten.native_layer_norm.default: (),
+    aten.native_group_norm.default: (),
     aten._native_batch_norm_legit.no_stats: (),
     aten._native_batch_norm_legit_no_training.default: (),
     aten._native_batch_norm_legit_functional.default: (3, 4),
     aten._batch_norm_with_update_functional.default: (4, 5),
 }
-"""Positions of the new running statistics among each operator's results."""
+"""Positions of the new running statistics among each norm's results."""
 
 
-def fix_batch_norm_dtypes(graph: fx.Graph, _: PassOptions) -> int:
-    """Set the dtypes that the kernels return; returns the number of batch norms."""
+def fix_norm_dtypes(graph: fx.Graph, _: PassOptions) -> int:
+    """Set the dtypes that the kernels return; returns the number of norms."""
     count = 0
     for node in graph.nodes:
-        if node.target in RUNNING_STATISTICS:
+        if node.target in NEW_RUNNING_STATISTICS:
             operand, *others = fakes_in([item.meta.get("val") for item in node.all_input_nodes])
             if operand.dtype in HALF_DTYPES and operand.device.type == "cpu":
                 is_mixed = any(item.dtype == torch.float32 for item in others)
@@ -45,7 +47,7 @@ def fix_batch_norm_dtypes(graph: fx.Graph, _: PassOptions) -> int:
 def _correct(node: fx.Node, saved: torch.dtype) -> None:
     assert isinstance(node.target, OpOverload)
     dtypes = dict.fromkeys(SAVED_STATISTICS, saved)
-    if positions := RUNNING_STATISTICS[node.target]:
+    if positions := NEW_RUNNING_STATISTICS[node.target]:
         running = node.args[3]
         assert isinstance(running, fx.Node)
         dtypes |= dict.fromkeys(positions, running.meta["val"].dtype)
@@ -55,3 +57,5 @@ def _correct(node: fx.Node, saved: torch.dtype) -> None:
         position = part.args[1]
         assert isinstance(position, int)
         part.meta["val"] = fakes[position]
+        for view in filter(is_view, part.users):
+            view.meta["val"] = view.meta["val"].to(fakes[position].dtype)
