@@ -36,7 +36,7 @@ ATTENTION = ("aten::_scaled_dot_product", "ort_accel::scaled_dot_product")
 
 IN_PYTORCH = {
     "engine": {"run_in_pytorch": [f"{name.replace('::', '.')}.default" for name in PRODUCTS]},
-    "compute": {"attention": "fused"},
+    "compute": {"attention": "fused", "native": False},
 }
 """Let PyTorch run products and attention, where its profiler sees them."""
 

@@ -60,12 +60,7 @@ def lower_graph(
     if lowering.tuner is not None:
         decisions.append(partial(_tuned, module, lowering, lowering.tuner, name, is_lasting))
     with lowering.report.timed("assign operators", name):
-        assignment = place(module.graph, decisions)
-    if lowering.calls_pytorch:
-        assignment = assignment.with_calls()
-    merges_small = lowering.for_speed and not lowering.calls_pytorch
-    leaving = () if lowering.calls_pytorch and lowering.leaves is None else gradients
-    assignment, cuts = segments(module.graph, assignment, merges_small, leaving)
+        assignment, cuts = _divided(module.graph, lowering, decisions, gradients)
     with lowering.report.timed("build sessions", name):
         builder = _ProgramBuilder(module, lowering, name, is_lasting, assignment, cuts)
         program = builder.program(gradients)
@@ -78,8 +73,18 @@ def lower_graph(
 def predict_segments(module: fx.GraphModule, gradients: Gradients, lowering: Lowering) -> list[Cut]:
     """Returns the segments that a graph would be cut into, without timing anything. The graph is rewritten."""
     run_passes(module.graph, Stage.SEGMENTS, lowering.passes, Report())
-    assignment = place(module.graph, _decisions(lowering))
-    return segments(module.graph, assignment, lowering.for_speed, gradients)[1]
+    return _divided(module.graph, lowering, _decisions(lowering), gradients)[1]
+
+
+def _divided(
+    graph: fx.Graph, lowering: Lowering, decisions: Sequence[Decision], gradients: Gradients
+) -> tuple[Assignment, list[Cut]]:
+    """Returns who runs each node, and the segments."""
+    assignment = place(graph, decisions)
+    if not lowering.calls_pytorch:
+        return segments(graph, assignment, lowering.for_speed, gradients)
+    leaving = () if lowering.leaves is None else gradients
+    return segments(graph, assignment.with_calls(), False, leaving)
 
 
 def _decisions(lowering: Lowering) -> list[Decision]:

@@ -22,6 +22,7 @@ from ort_accel.reporting import Report
 UNSEEN = "no batch has been seen yet"
 """The reason why rows and logits are not left out before the first batch."""
 
+ON_CUDA = "for the CPU; the model is on a CUDA device"
 ON_CPU = "for CUDA devices; the model is on the CPU"
 
 ONE_CAST = "a tensor is cast into a type once, and not into a wider type and back"
@@ -45,7 +46,7 @@ def record_features(settings: Settings, report: Report) -> None:
     report.config = config.to_dict()
     record_settings(settings, report)
     report.features |= {row.name: row for row in rows(config)}
-    _record_native(config, report)
+    _record_native(settings, report)
     _record_engine(config, report)
     _record_cuda(settings, report)
     _record_skipping(config, report)
@@ -67,8 +68,11 @@ def record_settings(settings: Settings, report: Report) -> None:
     _record_placement(settings, report)
 
 
-def _record_native(config: Config, report: Report) -> None:
-    status = native_status()
+def _record_native(settings: Settings, report: Report) -> None:
+    config, status = settings.config, native_status()
+    if config.compute.native and not settings.calls_pytorch:
+        saves = "keys of memory that save memory predict it for PyTorch's own segments"
+        report.off("compute.native", ON_CUDA if settings.place.is_cuda else status.missing or saves)
     if status.missing:
         report.refused("native library", status.missing)
         configure(config.observe.log_level)

@@ -17,7 +17,6 @@ from ort_accel.autotune.timer import SavedTimings, Stopwatch, context_of
 from ort_accel.autotune.tuner import Tuner
 from ort_accel.compiler.settings import Settings
 from ort_accel.memory.low_memory_mode import TrimOnGrowth
-from ort_accel.native.library import native_library
 from ort_accel.partition.assign import NodeRules
 from ort_accel.passes.options import PassOptions
 from ort_accel.reporting import Report
@@ -82,10 +81,6 @@ class Lowering:
         self.change(**_session_fields(settings, self.report))
 
 
-def _calls_pytorch(settings: Settings) -> bool:
-    return settings.config.compute.native and not settings.place.is_cuda and native_library() is not None
-
-
 class _SessionFields(TypedDict):
     """The fields of `Lowering` that depend on the settings of sessions."""
 
@@ -110,7 +105,7 @@ def lowering_for(
         failed=failed,
         trim_memory=trim_memory,
         for_speed=config.compute.placement != "onnxruntime",
-        calls_pytorch=_calls_pytorch(settings),
+        calls_pytorch=settings.calls_pytorch,
         passes=settings.passes,
         copies=_weight_copies(settings, report),
         leaves=GradientRelease(report) if releases_early else None,
@@ -128,7 +123,7 @@ def _session_fields(settings: Settings, report: Report) -> _SessionFields:
     return {
         "sessions": sessions,
         "products": products,
-        "estimator": Estimator(machine, products, _calls_pytorch(settings)) if is_timed and not tuned else None,
+        "estimator": Estimator(machine, products, settings.calls_pytorch) if is_timed and not tuned else None,
         "attention": TimedAttention(machine, report) if is_timed and compute.attention == "auto" else None,
         "tuner": _tuner(settings, sessions.without_trace(), report) if tuned else None,
     }

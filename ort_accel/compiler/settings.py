@@ -13,6 +13,7 @@ from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
 from ort_accel.kernels.output_buffers import POOL_LEAST_BYTES
 from ort_accel.memory.malloc_settings import coalesces_freed_blocks
+from ort_accel.native.library import native_library
 from ort_accel.observe.logs import severity
 from ort_accel.passes.options import PassOptions
 from ort_accel.runtime.device import CPU, ExecutionDevice
@@ -65,6 +66,15 @@ class Settings:
         config = self.config
         is_fixed = config.compute.placement != "auto" or self.session.deterministic or config.memory.saves
         return not is_fixed and not self.place.is_cuda
+
+    @property
+    def calls_pytorch(self) -> bool:
+        """True if sessions call kernels of PyTorch and of ort_accel.
+
+        They do not where memory is to be saved: its prediction knows the memory of PyTorch's segments.
+        """
+        is_wanted = self.config.compute.native and not self.config.memory.saves
+        return is_wanted and not self.place.is_cuda and native_library() is not None
 
     @property
     def pool_from_bytes(self) -> float:

@@ -174,12 +174,14 @@ def _number_type(value: object) -> str:
 class CallWriter:
     """Writes calls into a model."""
 
-    def __init__(self, graph: OnnxGraph, strided: Callable[[fx.Node], Strided]) -> None:
-        """`strided` returns the tensor of a node as a view."""
-        self._graph, self._strided = graph, strided
+    def __init__(
+        self, graph: OnnxGraph, strided: Callable[[fx.Node], Strided], behind: Sequence[ir.Value] = ()
+    ) -> None:
+        """`strided` returns the tensor of a node as a view. Calls run after the operators that compute `behind`."""
+        self._graph, self._strided, self._behind = graph, strided, behind
 
-    def call(self, node: fx.Node, after: ir.Value | None = None) -> list[Strided | None]:
-        """Writes a node's operator, to run behind the operator that computes `after`. Returns its results."""
+    def call(self, node: fx.Node) -> list[Strided | None]:
+        """Writes a node's operator. Returns its results."""
         form = _form_of(node, self._graph.number_ops)
         fakes = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
         read = [at for at in _read_results(node, len(fakes)) if isinstance(fakes[at], torch.Tensor)]
@@ -191,7 +193,7 @@ class CallWriter:
         arguments = [writer.argument(kind, value) for kind, value in zip(form.types, form.values, strict=True)]
         layouts = [dense(fakes[at]) for at in read]
         attributes = _attributes(form.name, form.overload, writer.texts)
-        values = self._node(writer, ATEN_CALL, attributes, layouts, results, arguments, form.has_buffer, after)
+        values = self._node(writer, ATEN_CALL, attributes, layouts, results, arguments, form.has_buffer)
         found: list[Strided | None] = [None] * len(fakes)
         for at, value, layout in zip(read, values, layouts, strict=True):
             found[at] = whole(value, layout)
@@ -237,14 +239,12 @@ class CallWriter:
         results: Sequence[int],
         arguments: Sequence[Sequence[int]],
         has_buffer: bool = True,
-        after: ir.Value | None = None,
     ) -> tuple[ir.Value, ...]:
         program = [len(layouts), *joined([writer.result(layout) for layout in layouts])]
         program += [int(has_buffer), len(results), *results]
         program += [writer.inputs.index(self._graph.frame) if writer.framed else 0]
         program += [len(arguments), *joined(arguments)]
-        behind = [] if after is None or after in writer.inputs else [after]
-        inputs = [*writer.inputs, *behind]
+        inputs = list(dict.fromkeys([*writer.inputs, *self._behind]))
         values = self._graph.op_with_outputs(
             operator, len(layouts), *inputs, domain=DOMAIN, program=program, **attributes
         )

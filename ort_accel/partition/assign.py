@@ -11,6 +11,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
+from ort_accel.graph.meta_keys import RUNS_AFTER
 from ort_accel.graph.nodes import (
     CHECKS,
     fakes_in,
@@ -82,12 +83,17 @@ class Assignment:
         slower. If an operator makes its results itself, a copy of them takes longer than what its speed saves.
         """
         kernels = {node: kernel for node in self.runner if self._may_change(node) and (kernel := kernel_for(node))}
-        refused = [node for node, runner in self.runner.items() if runner is Runner.PYTORCH and node not in kernels]
+        refused = [node for node in self._not_to_lower() if node not in kernels]
         moved = [node for node in refused if not why_not_callable(node)]
         own = {node for node in moved if self._is_refused_for_speed(node) and not is_view(node) and needs_copy(node)}
+        own -= {node for node in own if RUNS_AFTER in node.meta}
         refusals = {node: refusal for node, refusal in self.refusals.items() if node not in own and node not in kernels}
         called = dict.fromkeys(node for node in moved if node not in own and not is_view(node))
         return Assignment(self.runner | dict.fromkeys([*moved, *kernels], Runner.ORT), refusals, called | kernels)
+
+    def _not_to_lower(self) -> list[fx.Node]:
+        """Returns PyTorch's nodes, and those that stay behind others, which a session keeps for calls alone."""
+        return [node for node, runner in self.runner.items() if runner is Runner.PYTORCH or RUNS_AFTER in node.meta]
 
     def _may_change(self, node: fx.Node) -> bool:
         """True unless the user, or a failure, has given a node to PyTorch."""

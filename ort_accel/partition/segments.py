@@ -79,27 +79,30 @@ def cut(graph: fx.Graph, assignment: Assignment) -> list[Cut]:
     1. Random draws, writes and watched nodes keep their order among each other.
     2. A write, or a move to host memory or back, keeps its position among all nodes. What follows a check of data waits
        for it, so that the first error is eager's.
-    3. A node that has to stay behind others begins a segment: within one, ONNX Runtime chooses the order.
+    3. A node that has to stay behind others begins a segment, unless it is a call: among other operators, ONNX Runtime
+       chooses the order.
     4. Independent nodes that increase memory run in the last segment that is early enough for their readers.
     """
     nodes = [node for node in graph.nodes if node in assignment.runner and node not in assignment.free]
-    order = _Order(nodes, assignment.free)
+    order = _Order(nodes, assignment)
     return _Delay(_as_early_as_possible(nodes, assignment.runner, order), order).cuts()
 
 
 class _Order:
     """The nodes that must run before each node."""
 
-    def __init__(self, nodes: Sequence[fx.Node], free: set[fx.Node]) -> None:
-        self.before = self._dependencies(nodes, free)
+    def __init__(self, nodes: Sequence[fx.Node], assignment: Assignment) -> None:
+        self.before = self._dependencies(nodes, assignment.free)
         """Nodes that run in the same segment or an earlier one."""
-        named = {node.name: node for node in nodes}
-        self.segments_before = {
-            node: {named[name] for name in node.meta[RUNS_AFTER] if name in named}
-            for node in nodes
-            if RUNS_AFTER in node.meta
-        }
+        self.segments_before: dict[fx.Node, set[fx.Node]] = {}
         """Nodes that run in an earlier segment."""
+        named = {node.name: node for node in nodes}
+        for node in nodes:
+            if others := {named[name] for name in node.meta.get(RUNS_AFTER, ()) if name in named}:
+                if node in assignment.called:
+                    self.before[node] |= others
+                else:
+                    self.segments_before[node] = others
 
     def _dependencies(self, nodes: Sequence[fx.Node], free: set[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
         before: dict[fx.Node, set[fx.Node]] = {}

@@ -7,7 +7,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import ort_accel
-from ort_accel.reporting import Runner
 
 
 def counted_by_torch(model, step):
@@ -85,8 +84,11 @@ def test_fused_attention_counts_its_products_and_the_scores_of_its_backward():
     products = counted_by_torch(bert("eager"), classify(7))
     scores = 2 * (2 * 2) * 7 * 7 * 8  # per layer: batch x heads matrices of 7 x 7 from heads of 8
     assert counted == products + 2 * scores
-    by_pytorch = sum(s.flops for s in ort_accel.report(fused).segments if s.runner is Runner.PYTORCH)
-    assert by_pytorch == 2 * 7 * scores
+    coverage = ort_accel.report(fused).coverage
+    in_pytorch = sum(
+        one["flops"] - one["flops_in_onnxruntime"] + one["flops_by_pytorch_in_onnxruntime"] for one in coverage.values()
+    )
+    assert in_pytorch == 2 * 7 * scores
 
 
 @pytest.mark.parametrize("wants_input_grad", [False, True])

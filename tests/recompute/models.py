@@ -19,8 +19,8 @@ NAMES = ("bert", "gpt2", "llama", "t5")
 ALL_ROWS = {"density": {"labels": False, "padding": False}, "compute": {"upstream": False, "placement": "fixed"}}
 """Settings with which BERT computes rows that its classifier does not read. Other models compute all rows."""
 
-ALIKE = {"observe": {"log_level": "error"}, "compute": {"placement": "fixed"}}
-"""Fixed placement, as under settings that save memory, so that bits and bytes can be compared."""
+ALIKE = {"observe": {"log_level": "error"}, "compute": {"placement": "fixed", "native": False}}
+"""Fixed placement and PyTorch's own segments, as under settings that save memory, so that bits and bytes can be compared."""
 
 
 def size(name: str, rows: int, layers: int = 2) -> Workload:

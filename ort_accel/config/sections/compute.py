@@ -96,7 +96,8 @@ class Compute(Section):
 
     native: Annotated[bool, Row("PyTorch's kernels are called from ONNX Runtime's sessions")] = True
     """Let ONNX Runtime run whole graphs: operators that it lacks, or runs slower, are calls of PyTorch's operators from
-    within its session (cpu only). Without the native library, and with `false`, PyTorch runs them between sessions."""
+    within its session (cpu only). Without the native library, with `false`, and with keys of `memory` that save memory,
+    PyTorch runs them between sessions."""
 
     fusions: Switch = "auto"
     """Join neighbouring operators into one kernel. `auto` joins where that was measured to be faster; `false` helps to
