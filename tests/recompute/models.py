@@ -20,7 +20,7 @@ ALL_ROWS = {"density": {"labels": False, "padding": False}, "compute": {"upstrea
 """Settings with which BERT computes rows that its classifier does not read. Other models compute all rows."""
 
 ALIKE = {"observe": {"log_level": "error"}, "compute": {"placement": "fixed", "native": False}}
-"""Fixed placement and PyTorch's own segments, as under settings that save memory, so that bits and bytes can be compared."""
+"""Fixed placement and PyTorch's own segments, as under settings that save memory: bits and bytes can be compared."""
 
 
 def size(name: str, rows: int, layers: int = 2) -> Workload:
