@@ -77,7 +77,7 @@ float dot(const T* left, const float* right, int64_t count) {
   int64_t at = 0;
   for (; at + LANES <= count; at += LANES) sum += load(left + at) * load(right + at);
   float rest = 0;
-  for (; at < count; ++at) rest += number(left[at]) * right[at];
+  for (; at < count; ++at) rest += load(left[at]) * right[at];
   return sum_of_lanes(sum) + rest;
 }
 

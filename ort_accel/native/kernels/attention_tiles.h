@@ -61,7 +61,7 @@ struct ScoreTile {
 inline Vec mask_numbers(const float* mask) { return load(mask); }
 inline Vec mask_numbers(const BFloat16* mask) { return load(mask); }
 inline float mask_number(float mask) { return mask; }
-inline float mask_number(BFloat16 mask) { return number(mask); }
+inline float mask_number(BFloat16 mask) { return load(mask); }
 inline float mask_number(uint8_t mask) { return mask ? 0.0f : -INFINITY; }
 
 inline Vec mask_numbers(const uint8_t* mask) {

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 
 #include "kernels/kernel.h"
+#include "kernels/scratch.h"
 
 namespace {
 
@@ -61,6 +61,11 @@ inline Float16 store<Float16>(float value) {
   return {static_cast<uint16_t>(found | (bits >> 16 & 0x8000u))};
 }
 
+template <typename T>
+inline void put(T* to, float value) {
+  *to = store<T>(value);
+}
+
 /// The elements that are converted to floats at a time: a multiple of every vector's length, and few enough for the cache.
 constexpr int64_t TILE = 512;
 
@@ -110,18 +115,6 @@ struct Output {
     if (element == BFLOAT16) narrow(placed, count, static_cast<BFloat16*>(base) + first);
     if (element == FLOAT16) narrow(placed, count, static_cast<Float16*>(base) + first);
   }
-};
-
-/// Memory for floats, freed at the end of a block.
-struct Scratch {
-  float* const at;
-
-  explicit Scratch(int64_t count) : at(static_cast<float*>(malloc(static_cast<size_t>(count) * sizeof(float)))) {
-    if (!at && count > 0) abort();
-  }
-  ~Scratch() { free(at); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
 };
 
 }  // namespace

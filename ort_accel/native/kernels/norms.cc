@@ -91,8 +91,8 @@ struct Forward {
 template <bool CENTERED>
 void norm_rows(const Forward& norm, int64_t begin, int64_t end) {
   const int64_t columns = norm.columns;
-  const Scratch buffers(4 * columns);
-  float* const buffer = buffers.at;
+  const Scratch memory(4 * columns);
+  float* const buffer = memory.needed();
   const float* const weight = norm.weight ? norm.weight.read(0, columns, buffer + columns) : nullptr;
   const float* const bias = norm.bias ? norm.bias.read(0, columns, buffer + 2 * columns) : nullptr;
   for (int64_t row = begin; row < end; ++row) {
@@ -183,8 +183,8 @@ const float* weight_or_ones(const Input& weight, int64_t columns, float* buffer)
 template <bool CENTERED>
 void grad_of_rows(const Backward& norm, int64_t begin, int64_t end, float* weight_sums, float* bias_sums) {
   const int64_t columns = norm.columns;
-  const Scratch buffers(4 * columns);
-  float* const buffer = buffers.at;
+  const Scratch memory(4 * columns);
+  float* const buffer = memory.needed();
   const float* const weight = weight_or_ones(norm.weight, columns, buffer);
   for (int64_t row = begin; row < end; ++row) {
     const int64_t first = row * columns;
@@ -223,17 +223,18 @@ template <bool CENTERED>
 void run_backward(const Backward& norm) {
   const int64_t wanted = norm.rows / rows_at_least(norm.columns), columns = norm.columns;
   const int64_t blocks = wanted < 1 ? 1 : (wanted > MOST_BLOCKS ? MOST_BLOCKS : wanted);
-  const Scratch sums(2 * blocks * columns);
+  const Scratch memory(2 * blocks * columns);
+  float* const sums = memory.needed();
   parallel_for(blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
-      float* const own = sums.at + 2 * block * columns;
+      float* const own = sums + 2 * block * columns;
       if (columns > 0) memset(own, 0, static_cast<size_t>(2 * columns) * sizeof(float));
       grad_of_rows<CENTERED>(norm, norm.rows * block / blocks, norm.rows * (block + 1) / blocks,
                              norm.grad_weight ? own : nullptr, norm.grad_bias ? own + columns : nullptr);
     }
   });
-  reduce_blocks(sums.at, blocks, 2 * columns, columns, norm.grad_weight);
-  reduce_blocks(sums.at + columns, blocks, 2 * columns, columns, norm.grad_bias);
+  reduce_blocks(sums, blocks, 2 * columns, columns, norm.grad_weight);
+  reduce_blocks(sums + columns, blocks, 2 * columns, columns, norm.grad_bias);
 }
 
 /// Gradients of a layer norm. `more`, another gradient of the same `x`, is added to it. The weight, `more`, and the

@@ -24,9 +24,9 @@ inline void rotate_halves(const T* from, const U* cosines, const U* sines, int64
     store(to + half + at, high * load(cosines + half + at) + sign * low * load(second + at));
   }
   for (; at < half; ++at) {
-    const float low = number(from[at]), high = number(from[half + at]);
-    put(to + at, low * number(cosines[at]) - sign * high * number(first[at]));
-    put(to + half + at, high * number(cosines[half + at]) + sign * low * number(second[at]));
+    const float low = load(from[at]), high = load(from[half + at]);
+    put(to + at, low * load(cosines[at]) - sign * high * load(first[at]));
+    put(to + half + at, high * load(cosines[half + at]) + sign * low * load(second[at]));
   }
 }
 
@@ -42,11 +42,11 @@ inline void rotate_neighbours(const T* from, const U* cosines, const U* sines, i
     store(to + at, value * load(cosines + at) + signs * (BACKWARD ? swapped : swapped * sine));
   }
   for (; at < dim; at += 2) {
-    const float low = number(from[at]), high = number(from[at + 1]);
-    const float of_high = number(sines[at + (BACKWARD ? 1 : 0)]), of_low = number(sines[at + (BACKWARD ? 0 : 1)]);
+    const float low = load(from[at]), high = load(from[at + 1]);
+    const float of_high = load(sines[at + (BACKWARD ? 1 : 0)]), of_low = load(sines[at + (BACKWARD ? 0 : 1)]);
     const float sign = BACKWARD ? -1.0f : 1.0f;
-    put(to + at, low * number(cosines[at]) - sign * high * of_high);
-    put(to + at + 1, high * number(cosines[at + 1]) + sign * low * of_low);
+    put(to + at, low * load(cosines[at]) - sign * high * of_high);
+    put(to + at + 1, high * load(cosines[at + 1]) + sign * low * of_low);
   }
 }
 

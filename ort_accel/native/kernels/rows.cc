@@ -36,7 +36,7 @@ template <typename T>
 inline void add_row(const T* from, int64_t count, T* to) {
   int64_t at = 0;
   for (; at + LANES <= count; at += LANES) store(to + at, load(to + at) + load(from + at));
-  for (; at < count; ++at) put(to + at, number(to[at]) + number(from[at]));
+  for (; at < count; ++at) put(to + at, load(to[at]) + load(from[at]));
 }
 
 /// Rows to add: row i of `from` belongs to row `index[i]` of `to`. Strides are in numbers.

@@ -17,6 +17,12 @@ struct Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
+  /// Returns the memory; ends the process if there was none.
+  float* needed() const {
+    if (!data) abort();
+    return data;
+  }
+
   /// Returns the next part, of so many numbers, rounded up to whole cache lines.
   float* take(int64_t numbers) {
     float* part = data + used;

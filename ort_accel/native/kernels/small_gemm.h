@@ -95,7 +95,7 @@ template <typename T>
 inline void copy_row(const T* from, int64_t count, float factor, int64_t width, float* to) {
   int64_t at = 0;
   for (; at + LANES <= count; at += LANES) store(to + at, load(from + at) * factor);
-  for (; at < count; ++at) to[at] = number(from[at]) * factor;
+  for (; at < count; ++at) to[at] = load(from[at]) * factor;
   for (; at < width; ++at) to[at] = 0;
 }
 
@@ -142,7 +142,7 @@ void pack_square(const T* from, int64_t stride, int64_t depth, int64_t width, fl
     for (int at = 0; at < LANES; ++at) store(to + (k + at) * width, square[at]);
   }
   for (; k < depth; ++k) {
-    for (int row = 0; row < LANES; ++row) to[k * width + row] = number(from[row * stride + k]);
+    for (int row = 0; row < LANES; ++row) to[k * width + row] = load(from[row * stride + k]);
   }
 }
 
@@ -150,7 +150,7 @@ void pack_square(const T* from, int64_t stride, int64_t depth, int64_t width, fl
 template <typename T>
 void pack_part(const T* from, int64_t stride, int64_t rows, int64_t depth, int64_t width, float* to) {
   for (int64_t k = 0; k < depth; ++k) {
-    for (int row = 0; row < LANES; ++row) to[k * width + row] = row < rows ? number(from[row * stride + k]) : 0.0f;
+    for (int row = 0; row < LANES; ++row) to[k * width + row] = row < rows ? load(from[row * stride + k]) : 0.0f;
   }
 }
 

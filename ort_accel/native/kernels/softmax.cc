@@ -59,13 +59,14 @@ void softmax(const void* x, const void* mask, int64_t batch, int64_t heads, int6
   const Mask masks{{mask, element}, heads, queries, batch_stride, head_stride, query_stride};
   const float factor = static_cast<float>(scale);
   parallel_for(batch * heads * queries, rows_at_least(columns), [&](int64_t begin, int64_t end) {
-    const Scratch buffers(2 * columns);
+    const Scratch memory(2 * columns);
+    float* const buffer = memory.needed();
     for (int64_t row = begin; row < end; ++row) {
       const int64_t first = row * columns;
-      const float* scores = input.read(first, columns, buffers.at);
-      float* const placed = output.place(first, buffers.at);
+      const float* scores = input.read(first, columns, buffer);
+      float* const placed = output.place(first, buffer);
       if (masks.rows) {
-        const float* const added = masks.rows.read(masks.first(row), columns, buffers.at + columns);
+        const float* const added = masks.rows.read(masks.first(row), columns, buffer + columns);
         scale_and_mask_row(scores, factor, added, columns, placed);
         scores = placed;
       } else if (factor != 1.0f) {
@@ -97,13 +98,14 @@ void softmax_backward(const void* grad, const void* result, int64_t rows, int64_
   const Output output{grad_x, element};
   const float factor = static_cast<float>(scale);
   parallel_for(rows, rows_at_least(columns), [&](int64_t begin, int64_t end) {
-    const Scratch buffers(2 * columns);
+    const Scratch memory(2 * columns);
+    float* const buffer = memory.needed();
     for (int64_t row = begin; row < end; ++row) {
       const int64_t first = row * columns;
-      const float* const grads = given.read(first, columns, buffers.at);
-      const float* const y = results.read(first, columns, buffers.at + columns);
+      const float* const grads = given.read(first, columns, buffer);
+      const float* const y = results.read(first, columns, buffer + columns);
       const float sum = product_of(grads, y, columns);
-      float* const placed = output.place(first, buffers.at);
+      float* const placed = output.place(first, buffer);
 #pragma omp simd
       for (int64_t at = 0; at < columns; ++at) placed[at] = (grads[at] - sum) * y[at] * factor;
       output.write(placed, first, columns);

@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "kernels/elements.h"
+
 #if ISA_LEVEL == 2
 #include <immintrin.h>
 #endif
@@ -20,10 +22,6 @@ typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t IntVec __attribute__((vector_size(LANES * 4)));
 typedef uint32_t BitVec __attribute__((vector_size(LANES * 4)));
 typedef uint16_t HalfVec __attribute__((vector_size(LANES * 2)));
-
-struct BFloat16 {
-  uint16_t bits;
-};
 
 #if ISA_LEVEL == 2
 constexpr BitVec LANE_NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -56,28 +54,11 @@ inline void store(BFloat16* to, Vec value) {
   memcpy(to, &half, sizeof half);
 }
 
-inline float number(float value) { return value; }
-
-inline float number(BFloat16 value) {
-  const uint32_t bits = uint32_t{value.bits} << 16;
-  float result;
-  memcpy(&result, &bits, sizeof result);
-  return result;
-}
-
-inline void put(float* to, float value) { *to = value; }
-
-inline void put(BFloat16* to, float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  to->bits = static_cast<uint16_t>(value == value ? (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16 : 0x7fc0u);
-}
-
 /// Loads `count` numbers, fewer than a vector has; the other lanes are `rest`.
 template <typename T>
 inline Vec load_part(const T* from, int64_t count, float rest) {
   float lanes[LANES];
-  for (int64_t at = 0; at < LANES; ++at) lanes[at] = at < count ? number(from[at]) : rest;
+  for (int64_t at = 0; at < LANES; ++at) lanes[at] = at < count ? load(from[at]) : rest;
   return load(lanes);
 }
 
@@ -85,7 +66,7 @@ template <typename T>
 inline void store_part(T* to, Vec value, int64_t count) {
   float lanes[LANES];
   store(lanes, value);
-  for (int64_t at = 0; at < count; ++at) put(to + at, lanes[at]);
+  for (int64_t at = 0; at < count; ++at) to[at] = store<T>(lanes[at]);
 }
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
