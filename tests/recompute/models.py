@@ -16,10 +16,11 @@ from tests.against_eager import Trace, step
 
 NAMES = ("bert", "gpt2", "llama", "t5")
 
-ALL_ROWS = {"density": {"labels": False, "padding": False}, "compute": {"upstream": False, "placement": "fixed"}}
+OWN_SEGMENTS = {"placement": "fixed", "native": False}
+ALL_ROWS = {"density": {"labels": False, "padding": False}, "compute": {"upstream": False, **OWN_SEGMENTS}}
 """Settings with which BERT computes rows that its classifier does not read. Other models compute all rows."""
 
-ALIKE = {"observe": {"log_level": "error"}, "compute": {"placement": "fixed", "native": False}}
+ALIKE = {"observe": {"log_level": "error"}, "compute": OWN_SEGMENTS}
 """Fixed placement and PyTorch's own segments, as under settings that save memory: bits and bytes can be compared."""
 
 
