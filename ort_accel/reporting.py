@@ -34,6 +34,7 @@ class Reason(StrEnum):
     SLOWER = "slower by measurement"
     SLOWER_ELSEWHERE = "slower by measurements on other machines"
     SMALL = "too small to be worth a crossing"
+    NEIGHBOUR = "next to what PyTorch runs faster"
     MUTATION = "changes its input"
     GRAPH_BREAK = "not captured"
     NOT_COMPILED = "failed to compile"
@@ -56,6 +57,7 @@ CHOICES = {
     Reason.SLOWER,
     Reason.SLOWER_ELSEWHERE,
     Reason.SMALL,
+    Reason.NEIGHBOUR,
     Reason.WISH,
     Reason.ELSEWHERE,
 }

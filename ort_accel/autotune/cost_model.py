@@ -147,7 +147,7 @@ def _refusal(node: fx.Node, times: KernelTimes | None) -> Refusal:
     if times is not None and not _differ(times) and flops(node):
         return Refusal(Reason.SLOWER, f"about {_ms(times.pytorch)} on either side, and in whole steps less in PyTorch")
     if times is None or not _is_pytorch_faster(times):
-        return Refusal(Reason.SMALL, "what is next to it runs in PyTorch")
+        return Refusal(Reason.NEIGHBOUR)
     return Refusal(Reason.SLOWER, f"about {_ms(times.pytorch)} in PyTorch, {_ms(times.ort)} in ONNX Runtime")
 
 

@@ -39,7 +39,7 @@ from ort_accel.runtime.sessions import Sessions
 
 aten = torch.ops.aten
 
-FOR_SPEED = (Reason.SLOWER, Reason.SMALL)
+FOR_SPEED = (Reason.SLOWER, Reason.NEIGHBOUR)
 """The estimator's reasons, which stand for nodes that ONNX Runtime can run."""
 
 

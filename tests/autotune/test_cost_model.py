@@ -93,7 +93,7 @@ def test_a_gain_smaller_than_the_handover_moves_nothing():
 def test_nodes_between_moved_ones_move_and_are_not_called_slower():
     lowered = Lowered(layers, *LARGE, price=0.2e-3, gelu=(1.0, 1.0), mm=(1.0, 0.1))
     assert lowered.in_pytorch() == {"mm"}
-    assert lowered.in_pytorch(Reason.SMALL) == {"gelu"}
+    assert lowered.in_pytorch(Reason.NEIGHBOUR) == {"gelu"}
     assert {item.runner for item in lowered.report.segments} == {Runner.PYTORCH}
 
 
@@ -213,4 +213,4 @@ def test_nodes_between_16_bit_products_go_to_pytorch_with_them():
 
     lowered = Lowered(between, *halves, price=0.1e-3)
     assert {item.runner for item in lowered.report.segments} == {Runner.PYTORCH}
-    assert lowered.in_pytorch(Reason.SMALL) >= {"_to_copy"}
+    assert lowered.in_pytorch(Reason.NEIGHBOUR) >= {"_to_copy"}

@@ -128,3 +128,14 @@ def test_a_sum_that_no_kernel_takes(other):
     compiled = Compiled(torch.add, args, refused=lambda _: {})
     assert not compiled.assignment.called
     torch.testing.assert_close(compiled(*args)[0], torch.add(*args))
+
+
+def test_an_empty_tensor_is_not_given_to_onnx_runtime():
+    """Some of its kernels give no result then, so that PyTorch's operator is called."""
+    model = ort_accel.accelerate(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
+    for rows in (3, 0, 5):
+        x = torch.randn(rows, 4)
+        model.zero_grad()
+        model(x).sum().backward()
+        assert model[0].weight.grad is not None
+        assert bool((model[0].weight.grad == 0).all()) is (rows == 0)
