@@ -26,12 +26,24 @@ def fuse_rms_norm(graph: fx.Graph, _: PassOptions) -> int:
             fused = graph.call_function(rms_norm, (x, weight, eps))
         fused.meta = dict(whole.meta)
         whole.replace_all_uses_with(fused)
+        _erase_steps(whole)
         count += 1
-    if count:
-        graph.eliminate_dead_code()
-        if graph.owning_module is not None:
-            graph.owning_module.recompile()
+    if count and graph.owning_module is not None:
+        graph.owning_module.recompile()
     return count
+
+
+STEPS = ("mul", "to", "float", "type_as", "rsqrt", "add", "mean", "pow", "square")
+
+
+def _erase_steps(whole: fx.Node) -> None:
+    """Erase the operators of a norm that nothing reads. Others without readers, such as those of `vmap`, stay."""
+    pending = [whole]
+    while pending:
+        node = pending.pop()
+        if not node.users and not node._erased and any(_is(node, name) for name in STEPS):
+            pending += node.all_input_nodes
+            node.graph.erase_node(node)
 
 
 def _normal(node: fx.Node) -> tuple[fx.Node, float] | None:

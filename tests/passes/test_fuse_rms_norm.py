@@ -99,3 +99,17 @@ def test_a_norm_of_halves_multiplies_by_its_weight_in_halves():
         model.to(torch.bfloat16)
     torch.testing.assert_close(ours(x), eager(x), rtol=2e-2, atol=2e-2)
     assert ort_accel.report(ours).counters[NAME] == 1, "the part in single precision"
+
+
+def test_operators_without_readers_stay():
+    class InVmap(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = LlamaRMSNorm(WIDTH, 1e-5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.vmap(torch.mul)(self.norm(x), x)
+
+    eager, ours = models(InVmap(), native=True)
+    assert_equal_steps(eager, ours)
+    assert ort_accel.report(ours).counters[NAME] > 0
