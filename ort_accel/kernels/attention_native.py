@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ort_accel.kernels.bit_mask import bytes_of
 from ort_accel.kernels.packed_spans import MASKED, PackedSequence, Pairs
 from ort_accel.native.attention import PackedAttention, Span
 from ort_accel.native.library import native_library
@@ -82,7 +83,7 @@ def _strides(kept: Tensor) -> Strides:
 def _bits(kept: Tensor) -> Tensor:
     """Returns a mask with eight of its values in a byte."""
     values = kept.contiguous().view(torch.uint8)
-    bits = torch.empty((values.numel() + 7) // 8, dtype=torch.uint8)
+    bits = torch.empty(bytes_of(values.numel()), dtype=torch.uint8)
     run_kernel("pack_bits", values, values.numel(), bits)
     return bits
 

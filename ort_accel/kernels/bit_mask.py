@@ -23,6 +23,11 @@ def is_bit_mask_op(node: fx.Node) -> bool:
     return node.target in (own.to_bits.default, own.from_bits.default, own.apply_bits.default)
 
 
+def bytes_of(count: int) -> int:
+    """Returns the bytes of a mask with so many elements."""
+    return (count + BITS_PER_BYTE - 1) // BITS_PER_BYTE
+
+
 def _to_bits(mask: Tensor) -> Tensor:
     return torch.from_numpy(numpy.packbits(mask.contiguous().view(torch.uint8).view(-1).numpy(), bitorder="little"))
 
@@ -52,7 +57,7 @@ define("apply_bits(Tensor source, Tensor bits, float scale) -> Tensor", _apply_b
 
 @fake("to_bits")
 def _(mask: Tensor) -> Tensor:
-    return mask.new_empty([(mask.numel() + BITS_PER_BYTE - 1) // BITS_PER_BYTE], dtype=torch.uint8)
+    return mask.new_empty([bytes_of(mask.numel())], dtype=torch.uint8)
 
 
 @fake("from_bits")

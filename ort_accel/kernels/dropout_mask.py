@@ -10,7 +10,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from ort_accel.kernels.bit_mask import BITS_PER_BYTE
+from ort_accel.kernels.bit_mask import bytes_of
 from ort_accel.kernels.library import ANY_DEVICE, define, fake
 from ort_accel.native.library import native_library
 from ort_accel.native.run_kernel import run_kernel
@@ -42,12 +42,17 @@ def _kept_bits(size: Sequence[int], probability: float, device: torch.device) ->
     if device.type != "cpu" or not _bernoulli_compares_bits() or not _native_draw():
         bits: Tensor = torch.ops.ort_accel.to_bits(_kept(size, probability, device))
         return bits
-    bits = torch.empty((prod(size) + BITS_PER_BYTE - 1) // BITS_PER_BYTE, dtype=torch.uint8)
-    with _one_at_a_time:
-        state = torch.default_generator.get_state()
-        run_kernel("draw_bits", state, prod(size), float(probability), bits)
-        torch.default_generator.set_state(state)
+    bits = torch.empty(bytes_of(prod(size)), dtype=torch.uint8)
+    _draw("draw_bits", torch.default_generator, probability, prod(size), bits)
     return bits
+
+
+def _draw(kernel: str, generator: torch.Generator, probability: float, count: int, into: Tensor) -> None:
+    """Draws by a native kernel, and moves the generator on."""
+    with _one_at_a_time:
+        state = generator.get_state()
+        run_kernel(kernel, state, count, float(probability), into)
+        generator.set_state(state)
 
 
 def _compare(numbers: Tensor, probability: float, result: Tensor) -> None:
@@ -62,10 +67,7 @@ def _native_draw() -> Draw | None:
         return None
 
     def draw(generator: torch.Generator, probability: float, mask: Tensor) -> None:
-        with _one_at_a_time:
-            state = generator.get_state()
-            run_kernel("draw_mask", state, mask.numel(), float(probability), mask)
-            generator.set_state(state)
+        _draw("draw_mask", generator, probability, mask.numel(), mask)
 
     return draw if _draws_as_bernoulli(draw) else None
 
@@ -92,12 +94,13 @@ def _draws_as_bernoulli(draw: Draw) -> bool:
     return torch.equal(expected, found) and torch.equal(theirs.get_state(), ours.get_state())
 
 
-define(
-    "kept(SymInt[] size, float probability, Device device) -> Tensor",
-    _kept,
-    ANY_DEVICE,
-    tags=[torch.Tag.nondeterministic_seeded],
-)
+for _name, _function in (("kept", _kept), ("kept_bits", _kept_bits)):
+    define(
+        f"{_name}(SymInt[] size, float probability, Device device) -> Tensor",
+        _function,
+        ANY_DEVICE,
+        tags=[torch.Tag.nondeterministic_seeded],
+    )
 
 
 @fake("kept")
@@ -105,18 +108,9 @@ def _(size: Sequence[int], probability: float, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.bool, device=device)
 
 
-define(
-    "kept_bits(SymInt[] size, float probability, Device device) -> Tensor",
-    _kept_bits,
-    ANY_DEVICE,
-    tags=[torch.Tag.nondeterministic_seeded],
-)
-
-
 @fake("kept_bits")
 def _(size: Sequence[int], probability: float, device: torch.device) -> Tensor:
-    count = (prod(size) + BITS_PER_BYTE - 1) // BITS_PER_BYTE
-    return torch.empty([count], dtype=torch.uint8, device=device)
+    return torch.empty([bytes_of(prod(size))], dtype=torch.uint8, device=device)
 
 
 kept = torch.ops.ort_accel.kept.default

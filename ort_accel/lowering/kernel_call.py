@@ -16,9 +16,7 @@ from torch import fx
 from ort_accel.graph.memory_layout import is_plain
 from ort_accel.graph.nodes import fakes_in
 from ort_accel.graph.symbolic_sizes import Size, known_equal
-from ort_accel.kernels.bit_mask import own as bits
-from ort_accel.kernels.packed_rows import own
-from ort_accel.kernels.rms_norm import own as rms
+from ort_accel.kernels import bit_mask, packed_rows, rms_norm
 from ort_accel.native.run_kernel import ELEMENTS
 
 aten = torch.ops.aten
@@ -131,7 +129,7 @@ def _layer_norm_backward(
     )
 
 
-@_chosen_for(rms.rms_norm.default)
+@_chosen_for(rms_norm.own.rms_norm.default)
 def _rms_norm(_: fx.Node, x: fx.Node, weight: fx.Node | None, eps: float) -> KernelCall | None:
     if not all(map(_is_float, (x, weight or x))):
         return None
@@ -140,7 +138,7 @@ def _rms_norm(_: fx.Node, x: fx.Node, weight: fx.Node | None, eps: float) -> Ker
     return KernelCall("rms_norm", (x, None, weight, rows, columns, float(eps), element, element, None, *outputs))
 
 
-@_chosen_for(rms.rms_norm_backward.default)
+@_chosen_for(rms_norm.own.rms_norm_backward.default)
 def _rms_norm_backward(
     _: fx.Node, grad: fx.Node, x: fx.Node, weight: fx.Node | None, rstd: fx.Node, wanted: bool
 ) -> KernelCall | None:
@@ -217,7 +215,7 @@ def _sums_by_index(node: fx.Node, grads: fx.Node, index: fx.Node, rows: Size, pa
     return KernelCall("embedding_gradient", arguments)
 
 
-@_chosen_for(own.rows_of.default)
+@_chosen_for(packed_rows.own.rows_of.default)
 def _rows_of(_: fx.Node, source: fx.Node, rows: fx.Node, *__: object) -> KernelCall | None:
     return _gather(source, rows)
 
@@ -241,7 +239,7 @@ def _gather(source: fx.Node, index: fx.Node) -> KernelCall | None:
     return KernelCall("gather_rows", (source, rows, row_bytes, index, count, row_bytes, Output(0), row_bytes))
 
 
-@_chosen_for(bits.apply_bits.default)
+@_chosen_for(bit_mask.own.apply_bits.default)
 def _apply_bits(_: fx.Node, source: fx.Node, mask: fx.Node, scale: float) -> KernelCall | None:
     element = _element(source)
     if element is None or not is_plain(_fake(source)):

@@ -85,8 +85,7 @@ class Assignment:
         kernels = {node: kernel for node in self.runner if self._may_change(node) and (kernel := kernel_for(node))}
         refused = [node for node in self._not_to_lower() if node not in kernels]
         moved = [node for node in refused if not why_not_callable(node)]
-        own = {node for node in moved if self._is_refused_for_speed(node) and not is_view(node) and needs_copy(node)}
-        own -= {node for node in own if RUNS_AFTER in node.meta}
+        own = {node for node in moved if self._keeps_own_kernel(node)}
         refusals = {node: refusal for node, refusal in self.refusals.items() if node not in own and node not in kernels}
         called = dict.fromkeys(node for node in moved if node not in own and not is_view(node))
         return Assignment(self.runner | dict.fromkeys([*moved, *kernels], Runner.ORT), refusals, called | kernels)
@@ -99,9 +98,12 @@ class Assignment:
         """True unless the user, or a failure, has given a node to PyTorch."""
         return node not in self.refusals or self.refusals[node].reason not in (Reason.WISH, Reason.ENDED_RUNS)
 
-    def _is_refused_for_speed(self, node: fx.Node) -> bool:
+    def _keeps_own_kernel(self, node: fx.Node) -> bool:
+        """True for a node refused for speed, whose results a call would copy. Halves and bound nodes are calls."""
+        if node not in self.refusals or self.refusals[node].reason not in FOR_SPEED or RUNS_AFTER in node.meta:
+            return False
         in_half = any(tensor.dtype in HALF_DTYPES for tensor in fakes_in(node.meta["val"]))
-        return node in self.refusals and self.refusals[node].reason in FOR_SPEED and not in_half
+        return not in_half and not is_view(node) and needs_copy(node)
 
 
 def operands(node: fx.Node, make: Callable[[fx.Node], Any]) -> tuple[Any, Any]:

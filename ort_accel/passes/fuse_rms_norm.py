@@ -17,6 +17,7 @@ from ort_accel.passes.options import PassOptions
 def fuse_rms_norm(graph: fx.Graph, _: PassOptions) -> int:
     """Fuse each norm; returns how many."""
     count = 0
+    replaced: set[fx.Node] = set()
     for node in list(graph.nodes):
         if (found := _normal(node)) is None:
             continue
@@ -26,24 +27,26 @@ def fuse_rms_norm(graph: fx.Graph, _: PassOptions) -> int:
             fused = graph.call_function(rms_norm, (x, weight, eps))
         fused.meta = dict(whole.meta)
         whole.replace_all_uses_with(fused)
-        _erase_steps(whole)
+        _collect_steps(whole, replaced)
         count += 1
+    for node in reversed(graph.nodes):
+        if node in replaced and not node.users:
+            graph.erase_node(node)
     if count and graph.owning_module is not None:
         graph.owning_module.recompile()
     return count
 
 
 STEPS = ("mul", "to", "float", "type_as", "rsqrt", "add", "mean", "pow", "square")
+"""Names of the operators that a norm is written with."""
 
 
-def _erase_steps(whole: fx.Node) -> None:
-    """Erase the operators of a norm that nothing reads. Others without readers, such as those of `vmap`, stay."""
-    pending = [whole]
-    while pending:
-        node = pending.pop()
-        if not node.users and not node._erased and any(_is(node, name) for name in STEPS):
-            pending += node.all_input_nodes
-            node.graph.erase_node(node)
+def _collect_steps(node: fx.Node, found: set[fx.Node]) -> None:
+    """Adds the operators of a norm. Others without readers, such as those of `vmap`, are to stay."""
+    if node not in found and any(_is(node, name) for name in STEPS):
+        found.add(node)
+        for operand in node.all_input_nodes:
+            _collect_steps(operand, found)
 
 
 def _normal(node: fx.Node) -> tuple[fx.Node, float] | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ort_accel.kernels import index_add
-from tests.against_eager import assert_step_as_eager, pair
+from tests.against_eager import BETWEEN_SESSIONS, assert_step_as_eager, pair
 
 aten = torch.ops.aten
 
@@ -92,6 +92,6 @@ class Chooses(nn.Module):
 
 def test_the_gradient_of_chosen_rows_is_added_so(adds: list[Tensor]) -> None:
     torch.manual_seed(0)
-    models = pair(Chooses(), {"compute": {"native": False}})
+    models = pair(Chooses(), BETWEEN_SESSIONS)
     assert_step_as_eager(*models, torch.randn(9, 16), torch.tensor([0, 8, 8, -1, 3]))
     assert [index.tolist() for index in adds] == [[0, 8, 8, -1, 3]]
