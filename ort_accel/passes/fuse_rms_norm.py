@@ -30,7 +30,7 @@ def fuse_rms_norm(graph: fx.Graph, _: PassOptions) -> int:
         _collect_steps(whole, replaced)
         count += 1
     for node in reversed(graph.nodes):
-        if node in replaced and not node.users:
+        if node in replaced:
             graph.erase_node(node)
     if count and graph.owning_module is not None:
         graph.owning_module.recompile()
@@ -41,12 +41,14 @@ STEPS = ("mul", "to", "float", "type_as", "rsqrt", "add", "mean", "pow", "square
 """Names of the operators that a norm is written with."""
 
 
-def _collect_steps(node: fx.Node, found: set[fx.Node]) -> None:
-    """Adds the operators of a norm. Others without readers, such as those of `vmap`, are to stay."""
-    if node not in found and any(_is(node, name) for name in STEPS):
-        found.add(node)
-        for operand in node.all_input_nodes:
-            _collect_steps(operand, found)
+def _collect_steps(whole: fx.Node, found: set[fx.Node]) -> None:
+    """Adds the operators that served a norm alone. Others without readers, such as those of `vmap`, are to stay."""
+    pending = [whole]
+    while pending:
+        node = pending.pop()
+        if node not in found and found.issuperset(node.users) and any(_is(node, name) for name in STEPS):
+            found.add(node)
+            pending += node.all_input_nodes
 
 
 def _normal(node: fx.Node) -> tuple[fx.Node, float] | None:
