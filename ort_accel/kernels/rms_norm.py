@@ -21,7 +21,7 @@ own = torch.ops.ort_accel
 
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     if not _runs_natively(x, weight):
-        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        rstd = _inverse_root(x, eps)
         normal = x * rstd
         return normal if weight is None else normal * weight, rstd
     x, columns = x.contiguous(), x.shape[-1]
@@ -31,23 +31,31 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Ten
     return out, rstd
 
 
+def _inverse_root(x: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
 def _rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, wanted: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradient of x, and that of the weight; nothing in place of one that is not wanted."""
+    if not _runs_natively(x, weight):
+        return _gradients(grad, x, weight, rstd, wanted)
     columns = x.shape[-1]
     to_weight = grad.new_empty(columns if wanted else 0)
-    if not _runs_natively(x, weight):
-        normal = x * rstd
-        if wanted:
-            to_weight = (grad * normal).sum(list(range(x.ndim - 1)))
-        scaled = grad if weight is None else grad * weight
-        return (scaled - normal * (scaled * normal).mean(-1, keepdim=True)) * rstd, to_weight
     grad, x, element = grad.contiguous(), x.contiguous(), ELEMENTS[x.dtype]
     to_x = torch.empty_like(x)
     sizes = rstd.numel(), columns, element, element
     run_kernel("rms_norm_backward", grad, x, weight, rstd, None, *sizes, to_x, to_weight if wanted else None)
     return to_x, to_weight
+
+
+def _gradients(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
+    """Returns both gradients, computed by PyTorch's operators, which have gradients themselves."""
+    normal = x * rstd
+    scaled = grad if weight is None else grad * weight
+    to_x = (scaled - normal * (scaled * normal).mean(-1, keepdim=True)) * rstd
+    return to_x, (grad * normal).sum(list(range(x.ndim - 1))) if wanted else grad.new_empty(0)
 
 
 def _runs_natively(x: Tensor, weight: Tensor | None) -> bool:
@@ -74,14 +82,18 @@ def _(grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, wanted: bool
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor | None, float], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _ = inputs
+    x, weight, ctx.eps = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x, weight, output[1])
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: object) -> tuple[Tensor, Tensor | None, None]:
+    x, weight, rstd = ctx.saved_tensors
     wanted = ctx.needs_input_grad[1]
-    to_x, to_weight = own.rms_norm_backward(grad, *ctx.saved_tensors, wanted)
+    if torch.is_grad_enabled():  # the gradient is to be differentiated
+        to_x, to_weight = _gradients(grad, x, weight, _inverse_root(x, ctx.eps), wanted)
+    else:
+        to_x, to_weight = own.rms_norm_backward(grad, x, weight, rstd, wanted)
     return to_x, to_weight if wanted else None, None
 
 

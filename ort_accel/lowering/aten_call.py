@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 
 from ort_accel.graph.memory_layout import is_plain
 from ort_accel.graph.nodes import CHECKS, fakes_in, is_data_dependent, is_getitem, is_view, is_watch_call, writes
+from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.kernels import number_ops
 from ort_accel.kernels.host_copies import is_host_copy
 from ort_accel.kernels.output_buffers import out_overload
@@ -30,7 +31,7 @@ from ort_accel.lowering.call_program import (
     joined,
     whole,
 )
-from ort_accel.lowering.kernel_call import KernelArgument, KernelCall, Output
+from ort_accel.lowering.kernel_call import KernelArgument, KernelCall, Output, Stride
 from ort_accel.lowering.onnx_graph import DTYPES, OnnxGraph, describe
 
 DOMAIN, ATEN_CALL, KERNEL_CALL = "ort_accel", "AtenCall", "KernelCall"
@@ -204,11 +205,17 @@ class CallWriter:
         writer = ProgramWriter(self._graph, self._strided)
         fakes = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
         written = [argument.position for argument in call.arguments if isinstance(argument, Output)]
+        read = self._read(call)
 
         def argument(value: KernelArgument) -> list[int]:
-            if isinstance(value, Output):
-                return [OUTPUT, written.index(value.position)]
-            return writer.tensor(self._contiguous(value)) if isinstance(value, fx.Node) else writer.number(value)
+            match value:
+                case Output():
+                    return [OUTPUT, written.index(value.position)]
+                case Stride():
+                    return writer.number(read[value.node].fake.stride(value.dim))
+                case fx.Node():
+                    return writer.tensor(read[value])
+            return writer.number(value)
 
         arguments = [argument(value) for value in call.arguments]
         layouts = [fakes[position] for position in written]
@@ -218,11 +225,14 @@ class CallWriter:
             found[position] = whole(value, layout)
         return found
 
-    def _contiguous(self, node: fx.Node) -> Strided:
-        tensor = self._strided(node)
-        if is_plain(tensor.fake):
-            return tensor
-        return self.copy(tensor, tensor.fake.new_empty(tensor.fake.shape))
+    def _read(self, call: KernelCall) -> dict[fx.Node, Strided]:
+        """Returns the tensors that a kernel reads: contiguous, unless the kernel gets their strides."""
+        with_strides = {argument.node for argument in call.arguments if isinstance(argument, Stride)}
+        tensors = {node: self._strided(node) for node in call.arguments if isinstance(node, fx.Node)}
+        for node, tensor in tensors.items():
+            if not is_plain(tensor.fake) and (node not in with_strides or expression(tensor.fake.stride(-1)) != 1):
+                tensors[node] = self.copy(tensor, tensor.fake.new_empty(tensor.fake.shape))
+        return tensors
 
     def copy(self, source: Strided, layout: torch.Tensor) -> Strided:
         """Writes a copy of a view into memory of its own, in the order of `layout`."""

@@ -1,6 +1,7 @@
 """Chooses the native library's kernels for nodes of a graph: the arguments that a kernel gets, and where it can run.
 
-A model calls them by the custom operator `KernelCall`. A kernel reads and writes contiguous tensors.
+A model calls them by the custom operator `KernelCall`. A kernel reads contiguous tensors, except for those whose
+strides it gets, and writes tensors without gaps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import fx
 from ort_accel.graph.memory_layout import is_plain
 from ort_accel.graph.nodes import fakes_in
 from ort_accel.graph.symbolic_sizes import Size, known_equal
-from ort_accel.kernels import bit_mask, packed_rows, rms_norm
+from ort_accel.kernels import bit_mask, gated, packed_rows, rms_norm, rotary
 from ort_accel.native.run_kernel import ELEMENTS
 
 aten = torch.ops.aten
@@ -29,7 +30,18 @@ class Output:
     position: int
 
 
-KernelArgument: TypeAlias = fx.Node | Output | Size | float | None
+@dataclass(frozen=True)
+class Stride:
+    """The distance of a tensor's entries along a dimension.
+
+    The kernel reads the tensor where it lies. Entries of the last dimension lie side by side.
+    """
+
+    node: fx.Node
+    dim: int
+
+
+KernelArgument: TypeAlias = fx.Node | Output | Stride | Size | float | None
 
 
 @dataclass(frozen=True)
@@ -47,13 +59,17 @@ _Choice = Callable[..., KernelCall | None]
 
 _CHOICES: dict[Any, _Choice] = {}
 
+_IN_ANY_ORDER = {rotary.own.rotary.default, rotary.own.rotary_backward.default}
+"""Operators whose results have no gaps, and their dimensions in any order."""
+
 
 def kernel_for(node: fx.Node) -> KernelCall | None:
     """Returns the call of a kernel that computes a node; None where there is none for its types and layouts."""
     choose = _CHOICES.get(node.target)
-    if choose is None or not all(map(_is_plain_on_cpu, fakes_in(node.meta["val"]))):
+    if choose is None or (node.target not in _IN_ANY_ORDER and not all(map(is_plain, fakes_in(node.meta["val"])))):
         return None
-    return choose(node, *node.args, **node.kwargs)
+    is_on_cpu = all(tensor.device.type == "cpu" for tensor in fakes_in(node.meta["val"]))
+    return choose(node, *node.args, **node.kwargs) if is_on_cpu else None
 
 
 def _chosen_for(*targets: Any) -> Callable[[_Choice], _Choice]:
@@ -64,10 +80,6 @@ def _chosen_for(*targets: Any) -> Callable[[_Choice], _Choice]:
         return choose
 
     return register
-
-
-def _is_plain_on_cpu(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and is_plain(tensor)
 
 
 def _fake(node: fx.Node) -> torch.Tensor:
@@ -147,6 +159,46 @@ def _rms_norm_backward(
     element, (rows, columns) = ELEMENTS[torch.float32], _rows_and_columns(x, _fake(x).shape[-1:])
     operands, outputs = (grad, x, weight, rstd, None), (Output(0), Output(1) if wanted else None)
     return KernelCall("rms_norm_backward", (*operands, rows, columns, element, element, *outputs))
+
+
+@_chosen_for(rotary.own.rotary.default)
+def _rotary(node: fx.Node, x: fx.Node, cosines: fx.Node, sines: fx.Node) -> KernelCall | None:
+    return _rotation(node, x, cosines, sines, is_backward=0)
+
+
+@_chosen_for(rotary.own.rotary_backward.default)
+def _rotary_backward(node: fx.Node, grad: fx.Node, cosines: fx.Node, sines: fx.Node) -> KernelCall | None:
+    return _rotation(node, grad, cosines, sines, is_backward=1)
+
+
+def _rotation(node: fx.Node, x: fx.Node, cosines: fx.Node, sines: fx.Node, is_backward: int) -> KernelCall | None:
+    dims = rotary.outer_dims(_fake(node), _fake(cosines), _fake(sines))
+    if dims is None:
+        return None
+    sizes, strides = [size for _, size, _ in dims], [0 if dim is None else Stride(x, dim) for dim, *_ in dims]
+    in_tables = [stride for *_, stride in dims]
+    operands = (x, cosines, sines, *sizes, _fake(x).shape[-1])
+    return KernelCall("rotary", (*operands, *strides, *in_tables, is_backward, Output(0)))
+
+
+@_chosen_for(gated.own.gated.default)
+def _gated(_: fx.Node, gate: fx.Node, up: fx.Node, activation: str) -> KernelCall | None:
+    if not _is_float(gate) or not _is_float(up):
+        return None
+    count = _fake(gate).numel()
+    sizes = (1, count, count, count, ELEMENTS[torch.float32])
+    return KernelCall("gated_activation", (gated.FUNCTIONS[activation], gate, up, *sizes, Output(0)))
+
+
+@_chosen_for(gated.own.gated_backward.default)
+def _gated_backward(_: fx.Node, grad: fx.Node, gate: fx.Node, up: fx.Node, activation: str) -> KernelCall | None:
+    if not all(map(_is_float, (grad, gate, up))):
+        return None
+    count = _fake(gate).numel()
+    operands, sizes = (grad, gate, up), (1, count, count, count, ELEMENTS[torch.float32])
+    return KernelCall(
+        "gated_activation_backward", (gated.FUNCTIONS[activation], *operands, *sizes, Output(0), Output(1))
+    )
 
 
 def _rows_and_columns(x: fx.Node, shape: Sequence[Size]) -> tuple[Size, Size]:

@@ -118,6 +118,10 @@ _RECORDS: dict[str, Facts] = {
     # activations
     "aten.gelu": _CHEAP,
     "aten.silu": Facts(onnx_name="Swish", repeat=_BASIC, is_cheap=True),
+    "ort_accel.gated": Facts(onnx_name="Swish+Mul", repeat=_BASIC, is_cheap=True),
+    "ort_accel.gated_backward": Facts(
+        faster_in_pytorch="0.3 ms in PyTorch, 1.6 ms in ONNX Runtime for 1024 x 1024 elements"
+    ),
     "aten.sigmoid": Facts(is_cheap=True, ort_reuses_input=True),
     "aten.tanh": Facts(cpu_slowdown=5.0, ort_reuses_input=True),
     "aten.relu": Facts(ort_reuses_input=True),
@@ -154,6 +158,7 @@ _RECORDS: dict[str, Facts] = {
     # dropout, which is written as the product of a value and its mask
     "aten.native_dropout_backward": Facts(onnx_name="Dropout", repeat=_BASIC, is_cheap=True, ort_workspace=(1, 1)),
     # arithmetic
+    "ort_accel.rotary": Facts(onnx_name="RotaryEmbedding", repeat=_BASIC),
     "aten.add": _CHEAP,
     "aten.sub": _CHEAP,
     "aten.mul": _CHEAP,

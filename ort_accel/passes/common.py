@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeGuard
+from collections.abc import Collection, Sequence
+from typing import Any, TypeGuard
 
 import sympy
 import torch
@@ -78,3 +78,59 @@ def tensors_behind(node: fx.Node) -> list[fx.Node]:
             if is_getitem(item) or is_view(item):
                 pending.extend(item.all_input_nodes)
     return list(found)
+
+
+def is_named(node: object, name: str) -> TypeGuard[fx.Node]:
+    """True for a method or a function of torch, or of Python, with this name, in a graph that Dynamo captured."""
+    if not isinstance(node, fx.Node):
+        return False
+    if node.op == "call_method":
+        return node.target == name
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == name
+
+
+def example_of(node: fx.Node) -> Any:
+    """Returns the value that Dynamo captured a node with."""
+    return node.meta.get("example_value")
+
+
+def is_single(node: object) -> TypeGuard[fx.Node]:
+    """True for a tensor in single precision in a graph that Dynamo captured."""
+    value = example_of(node) if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
+
+
+def has_one_reader(node: object) -> bool:
+    """True for a node that one other reads."""
+    return isinstance(node, fx.Node) and len(node.users) == 1
+
+
+def operands_of(node: object, name: str) -> tuple[Argument, Argument] | None:
+    """Returns both operands of a function of two, such as a sum; None for other nodes."""
+    if not is_named(node, name) or len(node.args) != 2 or node.kwargs:
+        return None
+    return node.args[0], node.args[1]
+
+
+def replace_steps(whole: fx.Node, fused: fx.Node, steps: Collection[str]) -> None:
+    """Put one operator in place of several, and erase those with these names that served the last of them alone.
+
+    Others without readers, such as those of `vmap`, stay.
+    """
+    fused.meta = dict(whole.meta)
+    whole.replace_all_uses_with(fused)
+    erased: set[fx.Node] = set()
+    pending = [whole]
+    while pending:
+        node = pending.pop()
+        if node in erased or node.users or not any(is_named(node, name) for name in steps):
+            continue
+        pending += node.all_input_nodes
+        node.graph.erase_node(node)
+        erased.add(node)
+
+
+def recompile(graph: fx.Graph) -> None:
+    """Have the module of a graph run the graph as it is now."""
+    if graph.owning_module is not None:
+        graph.owning_module.recompile()

@@ -67,6 +67,8 @@ class Pass:
 PASSES = (
     Pass("replace_masked_writes", Stage.CAPTURED),
     Pass("fuse_rms_norm", Stage.CAPTURED, fusions, "fused RMS norms"),
+    Pass("fuse_rotary", Stage.CAPTURED, fusions, "fused rotary embeddings"),
+    Pass("fuse_gates", Stage.CAPTURED, fusions, "fused gates"),
     Pass("mark_data_numbers", WITH_FORWARD | Stage.BACKWARD),
     Pass("fix_norm_dtypes", WITH_FORWARD),
     Pass("split_dropout", WITH_FORWARD),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
+from ort_accel.kernels import gated, rotary
 from ort_accel.kernels.rms_norm import own
 from ort_accel.kernels.token_log_probs import token_scores
 from ort_accel.row_skipping.row_flow import (
@@ -67,6 +68,7 @@ def _operand(inputs: RuleInputs, node: fx.Node, result: Tensor, dims: Dims) -> T
     aten.where,
     aten.rsub,
     aten.silu,
+    gated.own.gated,
 )
 def elementwise(node: fx.Node, dims: Dims) -> Propagation | None:
     result = value_of(node)
@@ -143,6 +145,11 @@ def norm(node: fx.Node, dims: Dims) -> Propagation | None:
         return call_operator(node, x, *map(inputs.dense, node.args[1:]), **node.kwargs)
 
     return unary(node, dims, compute)
+
+
+@RULES.register(rotary.own.rotary)
+def rotary_embedding(node: fx.Node, dims: Dims) -> Propagation | None:
+    return None if rank_of(node) - 1 in dims else elementwise(node, dims)
 
 
 @RULES.register(own.rms_norm)

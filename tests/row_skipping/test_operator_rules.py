@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ort_accel.kernels.gated import gated
+from ort_accel.kernels.rms_norm import rms_norm
+from ort_accel.kernels.rotary import rotary
 from tests.row_skipping.rewritten import Rewritten, assert_as_eager
 
 WIDTH = 6
@@ -37,6 +40,15 @@ def batch(rows: int, length: int) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, length, WIDTH), labels.masked_fill(torch.rand(rows, length) < 0.6, -100)
 
 
+def heads(x: Tensor) -> Tensor:
+    return x.view(*x.shape[:2], WIDTH // 2, 2)
+
+
+def angles(places: int, width: int) -> tuple[Tensor, Tensor]:
+    table = torch.arange(1, places + 1)[:, None] * torch.arange(1, width + 1)
+    return table.cos(), table.sin()
+
+
 APART: dict[str, Layer] = {
     "linear": lambda m, x: m.second(x),
     "matmul": lambda m, x: x @ m.second.weight,
@@ -44,6 +56,12 @@ APART: dict[str, Layer] = {
     "addmm": lambda m, x: torch.addmm(m.scale, x.flatten(0, 1), m.second.weight).unflatten(0, x.shape[:2]),
     "layer norm": lambda m, x: F.layer_norm(x, (WIDTH,), m.scale),
     "rms norm": lambda m, x: F.rms_norm(x, (WIDTH,), m.scale),
+    "fused rms norm": lambda m, x: rms_norm(x, m.scale, 1e-5),
+    "gate": lambda m, x: gated(x, m.second(x), "silu"),
+    "rotary embedding": lambda m, x: rotary(x, *angles(x.shape[1], WIDTH)),
+    "rotary embedding of heads": lambda m, x: (
+        rotary(heads(x).transpose(1, 2), *angles(x.shape[1], 2)).transpose(1, 2).flatten(2)
+    ),
     "softmax": lambda m, x: x.softmax(-1),
     "cumsum over width": lambda m, x: x.cumsum(-1),
     "gated": lambda m, x: torch.cat([F.glu(x), F.glu(x.sin())], -1),
@@ -105,6 +123,7 @@ MIXING: dict[str, Layer] = {
     "attention by hand": lambda m, x: (x @ x.transpose(1, 2)).softmax(-1) @ x,
     "taken twice": lambda m, x: x[:, torch.zeros(x.shape[1], dtype=torch.long)] + x,
     "width and places joined": lambda m, x: x.flatten(1).unflatten(1, (WIDTH, -1)).transpose(1, 2).sin(),
+    "rotary embedding along places": lambda m, x: rotary(x.transpose(1, 2), *angles(WIDTH, x.shape[1])).transpose(1, 2),
     "rows in another order": lambda m, x: m.second(x.transpose(0, 1)).transpose(0, 1),
     "changed in place": lambda m, x: x.clone().index_fill_(1, torch.tensor([0]), 0.0),
 }

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from ort_accel.kernels.gated import APPROXIMATIONS, own
 from ort_accel.lowering.onnx_graph import MICROSOFT, NotLowerable, OnnxGraph, Operand, Value, axis
 from ort_accel.lowering.ops.elementwise import erf_of, expm1_of, log1p_of
 from ort_accel.lowering.registry import lowers
@@ -74,6 +75,27 @@ def silu_backward(graph: OnnxGraph, grad: Operand, operand: Operand) -> Result:
     x = term(graph, operand)
     gate = sigmoid(x)
     return term(graph, grad) * (gate * (1 + x * (1 - gate)))
+
+
+@lowers(own.gated.default)
+def gated(graph: OnnxGraph, gate: Operand, up: Operand, activation: str) -> Term:
+    return _activated(graph, gate, activation) * up
+
+
+@lowers(own.gated_backward.default)
+def gated_backward(graph: OnnxGraph, grad: Operand, gate: Operand, up: Operand, activation: str) -> tuple[Result, Term]:
+    given = term(graph, grad)
+    scaled = Operand((given * up).value, grad.fake)
+    if activation == "silu":
+        to_gate = silu_backward(graph, scaled, gate)
+    else:
+        to_gate = gelu_backward(graph, scaled, gate, APPROXIMATIONS[activation])
+    return to_gate, given * _activated(graph, gate, activation)
+
+
+def _activated(graph: OnnxGraph, gate: Operand, activation: str) -> Term:
+    found = silu(graph, gate) if activation == "silu" else gelu(graph, gate, APPROXIMATIONS[activation])
+    return found if isinstance(found, Term) else Term(graph, found, gate.dtype)
 
 
 @lowers(aten.tanh_backward.default)
