@@ -97,8 +97,10 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    differentiate = _gradients if torch.is_grad_enabled() else own.gated_backward  # to be differentiated again
-    return *differentiate(grad, *ctx.saved_tensors, ctx.activation), None
+    gate, up = ctx.saved_tensors
+    if torch.is_grad_enabled():  # the gradients are to be differentiated
+        return *_gradients(grad, gate, up, ctx.activation), None
+    return *own.gated_backward(grad, gate, up, ctx.activation), None
 
 
 register_autograd("ort_accel::gated", _differentiate, setup_context=_save)

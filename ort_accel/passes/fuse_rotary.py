@@ -86,15 +86,15 @@ def _is_half(node: Argument, x: fx.Node, number: int) -> bool:
         return False
     source, index = node.args
     if source is x:
-        return index == (..., (slice(None, size // 2, None), slice(size // 2, None, None))[number])
-    is_chunk = is_named(source, "chunk") and source.args[0] is x and index == number
-    return is_chunk and _chunks(source) in ((2, -1), (2, example_of(x).ndim - 1))
+        return bool(index == (..., (slice(None, size // 2, None), slice(size // 2, None, None))[number]))
+    return is_named(source, "chunk") and bool(index == number) and _are_halves(source, x)
 
 
-def _chunks(node: fx.Node) -> tuple[Argument, Argument]:
-    """Returns the number of parts and the dimension."""
-    given = dict(zip(("input", "chunks", "dim"), node.args, strict=False)) | node.kwargs
-    return given.get("chunks"), given.get("dim", 0)
+def _are_halves(chunks: fx.Node, x: fx.Node) -> bool:
+    """True for the two parts of x along its last dimension."""
+    given = dict(zip(("input", "chunks", "dim"), chunks.args, strict=False)) | chunks.kwargs
+    is_last = given.get("dim", 0) in (-1, example_of(x).ndim - 1)
+    return bool(given.get("input") is x and given.get("chunks") == 2 and is_last)
 
 
 def _is_table(node: Argument, x: fx.Node) -> bool:
