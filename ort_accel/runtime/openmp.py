@@ -2,6 +2,9 @@
 
 OpenMP's threads spin for a while after a parallel loop, in case another loop follows. They are paused here, since they
 would otherwise compete with ONNX Runtime's threads for the cores.
+
+They are paused before a fork, too. A child process would otherwise wait forever for the threads of its parent, in its
+first parallel loop or pause, since a fork copies OpenMP's record of them and not the threads.
 """
 
 from __future__ import annotations
@@ -47,3 +50,7 @@ def _pause_function(path: str) -> Callable[[int], int] | None:
         return None
     pause.argtypes, pause.restype = [ctypes.c_int], ctypes.c_int
     return pause
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=pause_openmp)
