@@ -79,6 +79,7 @@ def compare(given: argparse.Namespace) -> dict[str, Any]:
         "stock": dict(Counter(found["outcome"] for found in stock.values())),
         "as_stock": len(passed) - len(lost),
         "with_engine_segments": len(on_engine),
+        "without_engine_segments": sorted(passed - lost - on_engine),
         "models": sum(ours[name]["models"] for name in passed - lost),
         "seconds": [round(sum(runs[name]["seconds"] for name in passed - lost), 1) for runs in (stock, ours)],
         "differences": {name: ["passed", _told(ours.get(name))] for name in sorted(lost)},

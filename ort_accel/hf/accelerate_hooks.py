@@ -9,7 +9,7 @@ import functools
 import sys
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, extract_model_from_parallel, model_has_dtensor
@@ -28,7 +28,9 @@ ConfigOf = Callable[[Accelerator], Config | None]
 """Returns the configuration for the models of an Accelerator; None leaves them plain."""
 
 _HOOKED = "_ort_accel_config_of"
-_FORESEEN = "_ort_accel_foreseen"
+
+_PREPARED: WeakKeyDictionary[Accelerator, tuple[ForeseenSizes, WeakSet[nn.Module]]] = WeakKeyDictionary()
+"""The batch shapes and models that each Accelerator has prepared. They stand here since Accelerators are pickled."""
 
 _GATHERING_CODE = (
     "its parameters are gathered and freed by Python code between its parts, which this version of ort_accel follows "
@@ -96,7 +98,7 @@ def _prepare_data_loader(
 
 def _share_shapes(accelerator: Accelerator, shapes: ForeseenSizes, *models: nn.Module) -> None:
     """Merge the known batch shapes, and pass them to all prepared models; models and loaders come in any order."""
-    known, prepared = vars(accelerator).setdefault(_FORESEEN, (ForeseenSizes(), WeakSet()))
+    known, prepared = _PREPARED.setdefault(accelerator, (ForeseenSizes(), WeakSet()))
     known.add(shapes)
     prepared.update(models)
     for model in prepared:

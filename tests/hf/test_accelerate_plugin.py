@@ -1,6 +1,7 @@
 """ORTAccelPlugin: which configuration counts, which models it reaches, and that nothing else about them changes."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
 
 import ort_accel
@@ -137,6 +139,16 @@ def test_under_a_launch_every_accelerator_is_reached(launched, tmp_path):
     model, _ = train(Accelerator(cpu=True))
     assert engine.config_of(model) == ort_accel.load_config(PRODUCTS)
     assert ORTAccelPlugin.launch_config == ort_accel.load_config(PRODUCTS)
+
+
+def test_a_launched_accelerator_can_be_pickled_with_what_it_prepared(launched):
+    launched()
+    accelerator = Accelerator(cpu=True)
+    model, loader = accelerator.prepare(net(), DataLoader(TensorDataset(torch.randn(6, 4)), batch_size=2))
+    model(torch.randn(2, 4)).sum().backward()
+    loaded = pickle.loads(pickle.dumps(accelerator))
+    assert len(loaded._dataloaders[0]) == len(loader)
+    assert engine.config_of(model) is not None
 
 
 def test_a_plugin_in_a_launched_script_goes_before_the_launch(launched):
