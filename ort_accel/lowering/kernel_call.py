@@ -17,7 +17,7 @@ from torch import fx
 from ort_accel.graph.memory_layout import is_plain
 from ort_accel.graph.nodes import fakes_in
 from ort_accel.graph.symbolic_sizes import Size, known_equal
-from ort_accel.kernels import bit_mask, gated, packed_rows, rms_norm, rotary
+from ort_accel.kernels import bit_mask, gated, linear_4bit, packed_rows, rms_norm, rotary
 from ort_accel.native.run_kernel import ELEMENTS
 
 aten = torch.ops.aten
@@ -199,6 +199,51 @@ def _gated_backward(_: fx.Node, grad: fx.Node, gate: fx.Node, up: fx.Node, activ
     return KernelCall(
         "gated_activation_backward", (gated.FUNCTIONS[activation], *operands, *sizes, Output(0), Output(1))
     )
+
+
+@_chosen_for(linear_4bit.own.linear_4bit.default)
+def _linear_4bit(
+    node: fx.Node,
+    x: fx.Node,
+    packed: fx.Node,
+    shape: Sequence[int],
+    absmax: fx.Node,
+    blocksize: int,
+    quant_type: str,
+    bias: fx.Node | None,
+    absmax_8bit: fx.Node | None,
+    absmax_code: fx.Node | None,
+    absmax_offset: fx.Node | None,
+    *_: torch.dtype,
+) -> KernelCall | None:
+    element = _element(x, bias or x)
+    if element is None or not linear_4bit.has_kernel(_fake(x), shape, blocksize):
+        return None
+    weight = packed, absmax, absmax_8bit, absmax_code, absmax_offset, blocksize, int(quant_type == "fp4")
+    rows = prod(_fake(node).shape[:-1])
+    return KernelCall("linear_4bit", (x, *weight, rows, *shape, element, bias, Output(0)))
+
+
+@_chosen_for(linear_4bit.own.linear_4bit_backward.default)
+def _linear_4bit_backward(
+    node: fx.Node,
+    grad: fx.Node,
+    packed: fx.Node,
+    shape: Sequence[int],
+    absmax: fx.Node,
+    blocksize: int,
+    quant_type: str,
+    absmax_8bit: fx.Node | None,
+    absmax_code: fx.Node | None,
+    absmax_offset: fx.Node | None,
+    weight_dtype: torch.dtype,
+) -> KernelCall | None:
+    if not linear_4bit.has_kernel(_fake(grad), shape, blocksize):
+        return None
+    weight = packed, absmax, absmax_8bit, absmax_code, absmax_offset, blocksize, int(quant_type == "fp4")
+    elements = ELEMENTS[_fake(grad).dtype], ELEMENTS[weight_dtype]
+    rows = prod(_fake(node).shape[:-1])
+    return KernelCall("linear_4bit_backward", (grad, *weight, rows, *shape, *elements, Output(0)))
 
 
 def _rows_and_columns(x: fx.Node, shape: Sequence[Size]) -> tuple[Size, Size]:

@@ -83,6 +83,8 @@ _RECORDS: dict[str, Facts] = {
     "aten.addmm": replace(_PRODUCT_AND_SUM, is_never_constant=True),
     "aten.baddbmm": _PRODUCT_AND_SUM,
     "aten.linear": replace(_PRODUCT, flops=flop_formulas.linear),
+    "ort_accel.linear_4bit": replace(_PRODUCT, flops=flop_formulas.linear_4bit),
+    "ort_accel.linear_4bit_backward": replace(_PRODUCT, flops=flop_formulas.linear_4bit_backward),
     "aten.mv": Facts(flop_formulas.product),
     "aten.dot": Facts(flop_formulas.product),
     "aten.matmul": Facts(flop_formulas.product),

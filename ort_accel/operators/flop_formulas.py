@@ -24,6 +24,14 @@ def linear(rows: Shape, weight: Shape, *_: object, **__: object) -> int:
     return 2 * prod(rows) * (weight[0] if len(weight) > 1 else 1)
 
 
+def linear_4bit(rows: Shape, _packed: Shape, weight: Shape, *_: object, **__: object) -> int:
+    return 2 * prod(rows) * weight[0]
+
+
+def linear_4bit_backward(rows: Shape, _packed: Shape, weight: Shape, *_: object, **__: object) -> int:
+    return 2 * prod(rows) * weight[1]
+
+
 def grouped_product(left: Shape, right: Shape, *_: object, **__: object) -> int:
     """Each group of rows is multiplied with its matrix; a group of columns belongs to one matrix only."""
     return product(left, right) // (left[0] if len(left) == 3 and len(right) == 2 else 1)

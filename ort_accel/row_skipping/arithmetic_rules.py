@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
-from ort_accel.kernels import gated, rotary
-from ort_accel.kernels.rms_norm import own
+from ort_accel.kernels import gated, linear_4bit, rms_norm, rotary
 from ort_accel.kernels.token_log_probs import token_scores
 from ort_accel.row_skipping.row_flow import (
     Dims,
@@ -108,7 +107,7 @@ def dropout(node: fx.Node, dims: Dims) -> Propagation | None:
     return unary(node, dims, lambda inputs, x: x)
 
 
-@RULES.register(aten.linear)
+@RULES.register(aten.linear, linear_4bit.own.linear_4bit)
 def linear(node: fx.Node, dims: Dims) -> Propagation | None:
     operand = tensor_input(node)
     if rank_of(operand) - 1 in dims or rank_of(node) != rank_of(operand):
@@ -152,8 +151,8 @@ def rotary_embedding(node: fx.Node, dims: Dims) -> Propagation | None:
     return None if rank_of(node) - 1 in dims else elementwise(node, dims)
 
 
-@RULES.register(own.rms_norm)
-def rms_norm(node: fx.Node, dims: Dims) -> Propagation | None:
+@RULES.register(rms_norm.own.rms_norm)
+def own_rms_norm(node: fx.Node, dims: Dims) -> Propagation | None:
     if rank_of(tensor_input(node)) - 1 in dims:
         return None
     return unary(node, dims, lambda inputs, x: call_operator(node, x, *map(inputs.dense, node.args[1:])))
