@@ -49,13 +49,12 @@ def _is_suitable(arguments: Sequence[Any]) -> bool:
 
 
 def _linear(x: Tensor, packed: Tensor, out: None, bias: Tensor | None, state: QuantState) -> Tensor:  # noqa: ARG001
-    shape = list(state.shape)
-    weight = packed.view(-1, 1), shape
+    codes, kind = packed.view(-1, 1), (state.blocksize, state.quant_type, bias)
     if not state.nested:
-        scales, nested = state.absmax, (None, None, None)
-    elif state.state2.blocksize == NESTED_BLOCK:
-        scales, nested = state.state2.absmax, (state.absmax, state.state2.code, state.offset)
-    else:
+        result: Tensor = linear_4bit(x, codes, list(state.shape), state.absmax, *kind, None, None, None, state.dtype)
+        return result
+    if state.state2.blocksize != NESTED_BLOCK:
         raise NotImplementedError(f"bitsandbytes has scales in blocks of {NESTED_BLOCK} only")
-    result: Tensor = linear_4bit(x, *weight, scales, state.blocksize, state.quant_type, bias, *nested, state.dtype)
+    nested = state.absmax, state.state2.code, state.offset
+    result = linear_4bit(x, codes, list(state.shape), state.state2.absmax, *kind, *nested, state.dtype)
     return result

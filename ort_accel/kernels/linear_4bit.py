@@ -93,7 +93,7 @@ def _scales(
     absmax: Tensor, absmax_8bit: Tensor | None, absmax_code: Tensor | None, absmax_offset: Tensor | None
 ) -> Tensor:
     """Returns the largest number of each block."""
-    if absmax_8bit is None:
+    if absmax_8bit is None or absmax_offset is None:
         return absmax
     products: Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
         absmax_8bit, absmax, absmax_code, NESTED_BLOCK, torch.float32
