@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -49,12 +49,10 @@ def _is_suitable(arguments: Sequence[Any]) -> bool:
 
 
 def _linear(x: Tensor, packed: Tensor, out: None, bias: Tensor | None, state: QuantState) -> Tensor:  # noqa: ARG001
-    codes, kind = packed.view(-1, 1), (state.blocksize, state.quant_type, bias)
+    codes, shape, kind = packed.view(-1, 1), list(state.shape), (state.blocksize, state.quant_type, bias)
     if not state.nested:
-        result: Tensor = linear_4bit(x, codes, list(state.shape), state.absmax, *kind, None, None, None, state.dtype)
-        return result
+        return cast("Tensor", linear_4bit(x, codes, shape, state.absmax, *kind, None, None, None, state.dtype))
     if state.state2.blocksize != NESTED_BLOCK:
         raise NotImplementedError(f"bitsandbytes has scales in blocks of {NESTED_BLOCK} only")
     nested = state.absmax, state.state2.code, state.offset
-    result = linear_4bit(x, codes, list(state.shape), state.state2.absmax, *kind, *nested, state.dtype)
-    return result
+    return cast("Tensor", linear_4bit(x, codes, shape, state.state2.absmax, *kind, *nested, state.dtype))

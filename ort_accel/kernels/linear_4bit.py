@@ -35,6 +35,14 @@ def has_kernel(x: Tensor, shape: Sequence[int], blocksize: int) -> bool:
     return is_known and shape[1] % blocksize == 0 and native_library() is not None
 
 
+def parts_of_float() -> int:
+    """Returns as the sum of how many bfloat16 numbers a kernel may take a float: three hold all of its bits.
+
+    `torch.set_float32_matmul_precision("high")` allows two, and "medium" one.
+    """
+    return {"high": 2, "medium": 1}.get(torch.get_float32_matmul_precision(), 3)
+
+
 def _linear_4bit(
     x: Tensor,
     packed: Tensor,
@@ -58,7 +66,7 @@ def _linear_4bit(
     result = x.new_empty((*x.shape[:-1], shape[0]))
     rows = result.numel() // shape[0]
     weight = packed, absmax, *nested, blocksize, int(quant_type == "fp4")
-    run_kernel("linear_4bit", x, *weight, rows, *shape, element, bias, result)
+    run_kernel("linear_4bit", x, *weight, rows, *shape, element, parts_of_float(), bias, result)
     return result
 
 
@@ -85,7 +93,7 @@ def _linear_4bit_backward(
     result = grad.new_empty((*grad.shape[:-1], shape[1]))
     rows = result.numel() // shape[1]
     arguments = packed, absmax, *nested, blocksize, int(quant_type == "fp4"), rows, *shape
-    run_kernel("linear_4bit_backward", grad, *arguments, element, ELEMENTS[weight_dtype], result)
+    run_kernel("linear_4bit_backward", grad, *arguments, element, ELEMENTS[weight_dtype], parts_of_float(), result)
     return result
 
 

@@ -221,7 +221,7 @@ def _linear_4bit(
         return None
     weight = packed, absmax, absmax_8bit, absmax_code, absmax_offset, blocksize, int(quant_type == "fp4")
     rows = prod(_fake(node).shape[:-1])
-    return KernelCall("linear_4bit", (x, *weight, rows, *shape, element, bias, Output(0)))
+    return KernelCall("linear_4bit", (x, *weight, rows, *shape, element, linear_4bit.parts_of_float(), bias, Output(0)))
 
 
 @_chosen_for(linear_4bit.own.linear_4bit_backward.default)
@@ -243,7 +243,9 @@ def _linear_4bit_backward(
     weight = packed, absmax, absmax_8bit, absmax_code, absmax_offset, blocksize, int(quant_type == "fp4")
     elements = ELEMENTS[_fake(grad).dtype], ELEMENTS[weight_dtype]
     rows = prod(_fake(node).shape[:-1])
-    return KernelCall("linear_4bit_backward", (grad, *weight, rows, *shape, *elements, Output(0)))
+    return KernelCall(
+        "linear_4bit_backward", (grad, *weight, rows, *shape, *elements, linear_4bit.parts_of_float(), Output(0))
+    )
 
 
 def _rows_and_columns(x: fx.Node, shape: Sequence[Size]) -> tuple[Size, Size]:

@@ -107,6 +107,7 @@ struct Product4Bit {
   int64_t rows;
   int64_t depth;
   int64_t columns;
+  int64_t most_parts;  // of a float in a product of tiles: 3 for all of its bits
 
   /// Writes elements [first, first + count) of a column of the right matrix, for `lines` columns from `column`.
   void read_columns(int64_t column, int64_t lines, float* to) const {
@@ -233,8 +234,7 @@ struct RowUnits {
   int64_t first;
   int64_t count;
   uint16_t* parts;
-  float* sums;
-  int64_t stride;
+  float* sums;  // a block for each unit and each panel of columns: rows with a power of two between them share cache sets
 };
 
 /// Splits the numbers of all rows for steps [begin, end).
@@ -260,13 +260,13 @@ void multiply_units(const Product4Bit& product, const RowUnits& units, int64_t f
       const uint16_t* const panel =
           right + column / TILE_COLUMNS * plan.panel_size() + begin * plan.right_parts * STEP_SIZE;
       for (int64_t at = 0; at < units.count; ++at) {
-        float* const sums = units.sums + at * TILE_COLUMNS * units.stride + column;
-        multiply_tiles({units.parts + at * left_size, plan.left_parts}, {panel, plan.right_parts}, end - begin,
-                       {sums, units.stride, begin > 0});
+        float* const sums = units.sums + (column * UNITS_AT_ONCE + at * TILE_COLUMNS) * TILE_COLUMNS;
+        multiply_tiles({units.parts + at * left_size, plan.left_parts}, {panel, plan.right_parts}, end - begin, sums,
+                       begin > 0);
         if (end < plan.steps) continue;
         const int64_t row = (units.first + at) * TILE_COLUMNS;
         product.finish(row, least(product.rows - row, TILE_COLUMNS), first + column,
-                       least(last - first - column, TILE_COLUMNS), sums, units.stride);
+                       least(last - first - column, TILE_COLUMNS), sums, TILE_COLUMNS);
       }
     }
   }
@@ -275,12 +275,12 @@ void multiply_units(const Product4Bit& product, const RowUnits& units, int64_t f
 /// Multiplies units [begin, end) of rows on one thread.
 void multiply_parts(const Product4Bit& product, int64_t begin, int64_t end, int64_t first, int64_t last,
                     const uint16_t* right, const TilePlan& plan) {
-  const int64_t stride = rounded_up(last - first, TILE_COLUMNS), line_size = STEPS_AT_ONCE * TILE_DEPTH;
+  const int64_t sums_size = UNITS_AT_ONCE * TILE_COLUMNS * rounded_up(last - first, TILE_COLUMNS);
+  const int64_t line_size = STEPS_AT_ONCE * TILE_DEPTH;
   const int64_t parts_size = UNITS_AT_ONCE * STEPS_AT_ONCE * plan.left_parts * STEP_SIZE;
-  Scratch memory(parts_size / 2 + UNITS_AT_ONCE * TILE_COLUMNS * stride + line_size);
+  Scratch memory(parts_size / 2 + sums_size + line_size);
   memory.needed();
-  RowUnits units{begin, 0, reinterpret_cast<uint16_t*>(memory.take(parts_size / 2)), nullptr, stride};
-  units.sums = memory.take(UNITS_AT_ONCE * TILE_COLUMNS * stride);
+  RowUnits units{begin, 0, reinterpret_cast<uint16_t*>(memory.take(parts_size / 2)), memory.take(sums_size)};
   float* const line = memory.take(line_size);
   const TileSettings settings;
   for (; units.first < end; units.first += UNITS_AT_ONCE) {
@@ -291,8 +291,10 @@ void multiply_parts(const Product4Bit& product, int64_t begin, int64_t end, int6
 
 /// Multiplies with tiles.
 void multiply_in_tiles(const Product4Bit& product) {
-  const int of_weight = product.weight.element == FLOAT32 ? 3 : product.weight.element == FLOAT16 ? 2 : 1;
-  const TilePlan plan{product.x.element == FLOAT32 ? 3 : 1, of_weight, (product.depth + TILE_DEPTH - 1) / TILE_DEPTH};
+  const int most_parts = static_cast<int>(product.most_parts), of_half = most_parts < 2 ? 1 : 2;
+  const int of_weight = product.weight.element == FLOAT32 ? most_parts : product.weight.element == FLOAT16 ? of_half : 1;
+  const int of_row = product.x.element == FLOAT32 ? most_parts : 1;
+  const TilePlan plan{of_row, of_weight, (product.depth + TILE_DEPTH - 1) / TILE_DEPTH};
   const int64_t panels = (product.columns + TILE_COLUMNS - 1) / TILE_COLUMNS, panel_size = plan.panel_size();
   const int64_t group = most(least(MOST_PANEL_BYTES / (panel_size * 2), panels), 1);
   const Scratch memory(group * panel_size / 2);
@@ -334,11 +336,11 @@ void with_scales(const Scales& scales, int64_t blocks, const Run& run) {
 /// Writes the product of rows [rows, inner] with the transpose of a weight [outer, inner], plus the bias if there is one.
 void linear_4bit(const void* x, const uint8_t* codes, const float* largest, const uint8_t* nested_codes,
                  const float* nested_table, const float* nested_offset, int64_t block, int64_t is_fp4, int64_t rows,
-                 int64_t outer, int64_t inner, int64_t element, const void* bias, void* out) {
+                 int64_t outer, int64_t inner, int64_t element, int64_t parts, const void* bias, void* out) {
   with_scales({largest, nested_codes, nested_table, nested_offset}, outer * inner / block,
               [&](const float* scales) {
                 const Weight weight{codes, scales, __builtin_ctzll(block), is_fp4 ? FP4 : NF4, element};
-                run_product({{x, element}, weight, true, {bias, element}, {out, element}, rows, inner, outer});
+                run_product({{x, element}, weight, true, {bias, element}, {out, element}, rows, inner, outer, parts});
               });
 }
 
@@ -346,11 +348,12 @@ void linear_4bit(const void* x, const uint8_t* codes, const float* largest, cons
 void linear_4bit_backward(const void* grad, const uint8_t* codes, const float* largest, const uint8_t* nested_codes,
                           const float* nested_table, const float* nested_offset, int64_t block, int64_t is_fp4,
                           int64_t rows, int64_t outer, int64_t inner, int64_t element, int64_t weight_element,
-                          void* grad_x) {
+                          int64_t parts, void* grad_x) {
   with_scales({largest, nested_codes, nested_table, nested_offset}, outer * inner / block,
               [&](const float* scales) {
                 const Weight weight{codes, scales, __builtin_ctzll(block), is_fp4 ? FP4 : NF4, weight_element};
-                run_product({{grad, element}, weight, false, {nullptr, element}, {grad_x, element}, rows, outer, inner});
+                run_product({{grad, element}, weight, false, {nullptr, element}, {grad_x, element}, rows, outer, inner,
+                             parts});
               });
 }
 

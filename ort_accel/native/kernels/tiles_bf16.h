@@ -1,7 +1,8 @@
 // Products of tiles in bfloat16 by AMX, summed in single precision, of numbers that are split into several bfloat16.
 //
 // A number x is x1 + x2 + x3, each the bfloat16 nearest to what is left. Of the products of two such sums those of parts
-// i and j with i + j <= 4 are added; the others are smaller than the rounding of a float. Infinities become NaN.
+// i and j with i + j <= 4 are added; the others are smaller than the rounding of a float. With two parts a number has 16
+// bits, and those with i + j <= 3 are added. Infinities become NaN.
 #pragma once
 
 #include "kernels/small_gemm.h"
@@ -22,7 +23,7 @@ constexpr int64_t TILE_COLUMNS = 32;  // of a step: two tiles, rows of the left 
 constexpr int64_t TILE_SIZE = 16 * TILE_DEPTH;
 constexpr int64_t STEP_SIZE = 2 * TILE_SIZE;  // numbers of one part of TILE_COLUMNS columns in a step
 constexpr int64_t STEPS_AT_ONCE = 16;  // with UNITS_AT_ONCE times TILE_COLUMNS rows: what the second cache holds
-constexpr int64_t UNITS_AT_ONCE = 4;
+constexpr int64_t UNITS_AT_ONCE = 8;
 constexpr int64_t LEAST_TILE_ROWS = 16;
 
 /// True if the processor has tiles of bfloat16 and the system lets this process use them.
@@ -168,10 +169,10 @@ inline void multiply_steps(const uint16_t* a, const uint16_t* b, int64_t steps) 
     if constexpr (LEFT > 1) {
       LOAD_LEFT(1);
       ADD_PRODUCTS;
-      if constexpr (RIGHT > 1) {
-        LOAD_RIGHT(1);
-        ADD_PRODUCTS;
-      }
+    }
+    if constexpr (LEFT > 1 && RIGHT > 1 && LEFT + RIGHT > 4) {
+      LOAD_RIGHT(1);
+      ADD_PRODUCTS;
     }
   }
 }
@@ -186,16 +187,16 @@ struct Split {
   int parts;
 };
 
-/// Writes or adds the product of TILE_COLUMNS rows and columns.
-inline void multiply_tiles(Split left, Split right, int64_t steps, Product to) {
-  const int64_t stride = to.stride * 4;
-  float* const lower = to.data + 16 * to.stride;
+/// Writes the product of TILE_COLUMNS rows and columns, or adds it to what is there.
+inline void multiply_tiles(Split left, Split right, int64_t steps, float* to, bool adds) {
+  constexpr int STRIDE = TILE_COLUMNS * 4;
+  float* const lower = to + 16 * TILE_COLUMNS;
   write_memory();
-  if (to.adds) {
-    _tile_loadd(0, to.data, stride);
-    _tile_loadd(1, to.data + 16, stride);
-    _tile_loadd(2, lower, stride);
-    _tile_loadd(3, lower + 16, stride);
+  if (adds) {
+    _tile_loadd(0, to, STRIDE);
+    _tile_loadd(1, to + 16, STRIDE);
+    _tile_loadd(2, lower, STRIDE);
+    _tile_loadd(3, lower + 16, STRIDE);
   } else {
     _tile_zero(0);
     _tile_zero(1);
@@ -206,14 +207,16 @@ inline void multiply_tiles(Split left, Split right, int64_t steps, Product to) {
     case 3 * 4 + 3: multiply_steps<3, 3>(left.data, right.data, steps); break;
     case 3 * 4 + 2: multiply_steps<3, 2>(left.data, right.data, steps); break;
     case 3 * 4 + 1: multiply_steps<3, 1>(left.data, right.data, steps); break;
+    case 2 * 4 + 2: multiply_steps<2, 2>(left.data, right.data, steps); break;
+    case 2 * 4 + 1: multiply_steps<2, 1>(left.data, right.data, steps); break;
     case 1 * 4 + 2: multiply_steps<1, 2>(left.data, right.data, steps); break;
     case 1 * 4 + 3: multiply_steps<1, 3>(left.data, right.data, steps); break;
     default: multiply_steps<1, 1>(left.data, right.data, steps);
   }
-  _tile_stored(0, to.data, stride);
-  _tile_stored(1, to.data + 16, stride);
-  _tile_stored(2, lower, stride);
-  _tile_stored(3, lower + 16, stride);
+  _tile_stored(0, to, STRIDE);
+  _tile_stored(1, to + 16, STRIDE);
+  _tile_stored(2, lower, STRIDE);
+  _tile_stored(3, lower + 16, STRIDE);
   write_memory();
 }
 

@@ -1,0 +1,97 @@
+"""A Llama with bitsandbytes' 4-bit weights and LoRA trains as in eager mode, in one session a direction."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+import ort_accel
+from ort_accel.native.library import native_library
+from ort_accel.reporting import Reason, Runner, State
+
+pytest.importorskip("bitsandbytes")
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+VOCAB, LENGTH = 50, 24
+
+
+def qlora(folder, kind: str = "nf4", nested: bool = True, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        use_cache=False,
+    )
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    quantized = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=nested,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=quantized, device_map={"": "cpu"})
+    return get_peft_model(model, LoraConfig(r=4, target_modules=LINEARS, task_type="CAUSAL_LM")).train()
+
+
+def batch(number: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(number)
+    ids = torch.randint(0, VOCAB, (4, LENGTH))
+    mask = (torch.arange(LENGTH) < torch.tensor([6, 9, 14, 18])[:, None]).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def losses_of(model: nn.Module, steps: int = 5) -> list[float]:
+    optimizer = torch.optim.AdamW([it for it in model.parameters() if it.requires_grad], lr=1e-2)
+    losses = []
+    for number in range(steps):
+        loss = model(**batch(number)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def operators(model: nn.Module) -> set[str]:
+    return {name for segment in ort_accel.report(model).segments for name in segment.ops}
+
+
+def assert_as_eager(eager: nn.Module, ours: nn.Module) -> None:
+    torch.testing.assert_close(losses_of(ours), losses_of(eager), rtol=1e-4, atol=1e-5)
+    for (name, mine), theirs in zip(ours.named_parameters(), eager.parameters(), strict=True):
+        assert mine.requires_grad == theirs.requires_grad, name
+        if mine.requires_grad:
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4, msg=lambda text, at=name: f"{at}: {text}")
+
+
+@pytest.mark.parametrize(("kind", "nested"), [("nf4", True), ("fp4", False)])
+def test_it_trains_as_in_eager_mode_in_one_session_a_direction(tmp_path, kind, nested):
+    eager, ours = qlora(tmp_path, kind, nested), ort_accel.accelerate(qlora(tmp_path, kind, nested))
+    assert_as_eager(eager, ours)
+    report = ort_accel.report(ours)
+    assert {"ort_accel.linear_4bit.default", "ort_accel.linear_4bit_backward.default"} <= operators(ours)
+    assert not [name for name in operators(ours) if "bitsandbytes" in name]
+    assert not [item for item in report.fallbacks if item.reason is Reason.UNSUPPORTED_OP]
+    assert not [name for name, feature in report.features.items() if feature.state is State.REFUSED]
+    assert report.features["density.padding"].state is State.ON
+    assert report.counters["batches run on some rows"]
+    if native_library() is not None:
+        assert [item.runner for item in report.segments] == [Runner.ORT, Runner.ORT]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"memory": {"level": 1}}, {"compute": {"native": False}}, {"density": {"padding": False, "labels": False}}],
+    ids=["memory level 1", "without the native library", "dense"],
+)
+def test_it_trains_as_in_eager_mode_with_other_options(tmp_path, config):
+    eager, ours = qlora(tmp_path), ort_accel.accelerate(qlora(tmp_path), config)
+    assert_as_eager(eager, ours)
+    assert "ort_accel.linear_4bit.default" in operators(ours)
