@@ -11,7 +11,7 @@ import accelerate, onnx_ir, torch._dynamo, torch._functorch.aot_autograd, transf
 import ort_accel
 
 for number, module in enumerate(pkgutil.walk_packages(ort_accel.__path__, "ort_accel.")):
-    if number % int(sys.argv[1]) or module.name.endswith("__main__"):
+    if number % int(sys.argv[1]) or module.name.endswith(("__main__", "libort_accel")):
         continue
     if not (child := os.fork()):
         try:

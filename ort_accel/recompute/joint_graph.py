@@ -17,6 +17,7 @@ from ort_accel.graph.nodes import is_data_dependent, is_getitem, is_random, is_s
 from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.kernels.attention_slim import SLIM_ATTENTION
 from ort_accel.kernels.packed_rows import ON_ROWS
+from ort_accel.operators.facts import facts
 
 
 def backward_nodes(joint: fx.Graph) -> list[fx.Node]:
@@ -81,7 +82,8 @@ def is_recomputable(node: fx.Node) -> bool:
         return is_recomputable(producer(node))
     if node.op != "call_function" or not isinstance(target, OpOverload) or is_size(node):
         return False
-    is_known = target.namespace in ("aten", "prims") or target.overloadpacket in ON_ROWS | SLIM_ATTENTION
+    is_own = target.overloadpacket in ON_ROWS | SLIM_ATTENTION or facts(node).repeat is not None
+    is_known = target.namespace in ("aten", "prims") or (target.namespace == "ort_accel" and is_own)
     if not is_known or is_random(node) or writes(node):
         return False
     return not is_data_dependent(node)
