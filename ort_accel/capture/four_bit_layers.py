@@ -18,7 +18,7 @@ from ort_accel.kernels.linear_4bit import NESTED_BLOCK, linear_4bit
 if TYPE_CHECKING:
 
     class QuantState(Protocol):
-        """How a weight was quantized. The scales of its blocks may be quantized themselves, by `state2`."""
+        """Describes a quantized weight. The scales of its blocks may be quantized themselves, by `state2`."""
 
         absmax: Tensor
         blocksize: int

@@ -19,10 +19,10 @@ from ort_accel.native.run_kernel import ELEMENTS, run_kernel
 own, aten = torch.ops.ort_accel, torch.ops.aten
 
 FUNCTIONS = {"gelu": 0, "gelu_tanh": 1, "silu": 2}
-"""How the native kernels number the activations."""
+"""The native kernels' numbers of the activations."""
 
 APPROXIMATIONS = {"gelu": "none", "gelu_tanh": "tanh"}
-"""How PyTorch names gelu's variants."""
+"""PyTorch's names of gelu's variants."""
 
 
 def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeGuard
 
 import sympy
@@ -110,6 +110,26 @@ def operands_of(node: object, name: str) -> tuple[Argument, Argument] | None:
     if not is_named(node, name) or len(node.args) != 2 or node.kwargs:
         return None
     return node.args[0], node.args[1]
+
+
+def fuse_each(
+    graph: fx.Graph,
+    find: Callable[[fx.Node], tuple[Argument, ...] | None],
+    operator: Callable[..., torch.Tensor],
+    steps: Collection[str],
+) -> int:
+    """Put an operator in place of each node for which `find` returns its operands; returns how many."""
+    count = 0
+    for node in list(graph.nodes):
+        if (operands := find(node)) is None:
+            continue
+        with graph.inserting_before(node):
+            fused = graph.call_function(operator, operands)
+        replace_steps(node, fused, steps)
+        count += 1
+    if count:
+        recompile(graph)
+    return count
 
 
 def replace_steps(whole: fx.Node, fused: fx.Node, steps: Collection[str]) -> None:

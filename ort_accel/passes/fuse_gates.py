@@ -13,29 +13,18 @@ from ort_accel.graph.symbolic_sizes import same_shape
 from ort_accel.kernels.gated import APPROXIMATIONS, gated
 from ort_accel.passes.common import (
     example_of,
+    fuse_each,
     has_one_reader,
     is_named,
     is_single,
     operands_of,
-    recompile,
-    replace_steps,
 )
 from ort_accel.passes.options import PassOptions
 
 
 def fuse_gates(graph: fx.Graph, _: PassOptions) -> int:
     """Fuse each gate; returns how many."""
-    count = 0
-    for node in list(graph.nodes):
-        if (found := _gate(node)) is None:
-            continue
-        with graph.inserting_before(node):
-            fused = graph.call_function(gated, found)
-        replace_steps(node, fused, ("mul", "silu", "gelu"))
-        count += 1
-    if count:
-        recompile(graph)
-    return count
+    return fuse_each(graph, _gate, gated, ("mul", "silu", "gelu"))
 
 
 def _gate(node: fx.Node) -> tuple[fx.Node, fx.Node, str] | None:

@@ -17,12 +17,11 @@ from ort_accel.graph.symbolic_sizes import expression, known_equal
 from ort_accel.kernels.rotary import rotary
 from ort_accel.passes.common import (
     example_of,
+    fuse_each,
     has_one_reader,
     is_named,
     is_single,
     operands_of,
-    recompile,
-    replace_steps,
     strides_of,
 )
 from ort_accel.passes.options import PassOptions
@@ -33,17 +32,7 @@ STEPS = ("add", "mul", "cat", "neg", "getitem", "chunk")
 
 def fuse_rotary(graph: fx.Graph, _: PassOptions) -> int:
     """Fuse each embedding; returns how many."""
-    count = 0
-    for node in list(graph.nodes):
-        if (found := _embedding(node)) is None:
-            continue
-        with graph.inserting_before(node):
-            fused = graph.call_function(rotary, found)
-        replace_steps(node, fused, STEPS)
-        count += 1
-    if count:
-        recompile(graph)
-    return count
+    return fuse_each(graph, _embedding, rotary, STEPS)
 
 
 def _embedding(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ort_accel.kernels.linear_4bit import linear_4bit
+from ort_accel.passes.common import recompile
 from ort_accel.passes.options import PassOptions
 
 PRODUCT = "bitsandbytes.gemm_4bit.default"
@@ -26,6 +27,6 @@ def replace_4bit_products(graph: fx.Graph, _: PassOptions) -> int:
         product.meta = dict(node.meta)
         node.replace_all_uses_with(product)
         graph.erase_node(node)
-    if found and graph.owning_module is not None:
-        graph.owning_module.recompile()
+    if found:
+        recompile(graph)
     return len(found)

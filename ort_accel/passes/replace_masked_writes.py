@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
+from ort_accel.passes.common import example_of, recompile
 from ort_accel.passes.options import PassOptions
 
 
@@ -20,8 +21,8 @@ def replace_masked_writes(graph: fx.Graph, _: PassOptions) -> int:
     found = [node for node in graph.nodes if node.target is operator.setitem and _is_uniform(*node.args)]
     for node in found:
         node.target = assign_where
-    if found and graph.owning_module is not None:
-        graph.owning_module.recompile()
+    if found:
+        recompile(graph)
     return len(found)
 
 
@@ -43,4 +44,4 @@ def _is_uniform(target: Argument, mask: Argument, value: Argument) -> bool:
 
 
 def _example(argument: Argument) -> object:
-    return argument.meta.get("example_value") if isinstance(argument, fx.Node) else argument
+    return example_of(argument) if isinstance(argument, fx.Node) else argument

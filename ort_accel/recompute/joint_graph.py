@@ -15,8 +15,6 @@ from torch.fx.node import Argument
 from ort_accel.graph.meta_keys import PARTITIONER_TAG
 from ort_accel.graph.nodes import is_data_dependent, is_getitem, is_random, is_size, is_view, returned, writes
 from ort_accel.graph.symbolic_sizes import expression
-from ort_accel.kernels.attention_slim import SLIM_ATTENTION
-from ort_accel.kernels.packed_rows import ON_ROWS
 from ort_accel.operators.facts import facts
 
 
@@ -82,8 +80,8 @@ def is_recomputable(node: fx.Node) -> bool:
         return is_recomputable(producer(node))
     if node.op != "call_function" or not isinstance(target, OpOverload) or is_size(node):
         return False
-    is_own = target.overloadpacket in ON_ROWS | SLIM_ATTENTION or facts(node).repeat is not None
-    is_known = target.namespace in ("aten", "prims") or (target.namespace == "ort_accel" and is_own)
+    is_repeatable = target.namespace == "ort_accel" and facts(node).repeat is not None
+    is_known = target.namespace in ("aten", "prims") or is_repeatable
     if not is_known or is_random(node) or writes(node):
         return False
     return not is_data_dependent(node)
