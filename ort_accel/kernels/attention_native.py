@@ -9,28 +9,34 @@ from torch import Tensor
 
 from ort_accel.kernels.bit_mask import bytes_of
 from ort_accel.kernels.packed_spans import MASKED, PackedSequence, Pairs
-from ort_accel.native.attention import PackedAttention, Span
+from ort_accel.native.attention import MASK_TYPES, PackedAttention, Span
 from ort_accel.native.library import native_library
 from ort_accel.native.run_kernel import run_kernel
 
 Strides = tuple[int, int, int, int]
 
 
-def runs(operands: Sequence[Tensor], pairs: Pairs) -> bool:
-    """True if the native library runs an attention: in single precision, without a mask."""
+def takes(operands: Sequence[Tensor]) -> bool:
+    """True if the native library runs attention of such operands, unless tokens of a masked sequence have gaps."""
     is_single = all(one.device.type == "cpu" and one.dtype == torch.float32 for one in operands)
-    if not is_single or native_library() is None:
+    return is_single and native_library() is not None
+
+
+def runs(operands: Sequence[Tensor], pairs: Pairs) -> bool:
+    """True if the native library runs an attention."""
+    if not takes(operands):
         return False
-    sequences = pairs.parsed.sequences
-    return all(one.masking != MASKED or not one.pairs for one in sequences) and _bits_are_regular(pairs)
+    sequences = [one for one in pairs.parsed.sequences if one.pairs]
+    masked = [one for one in sequences if one.masking == MASKED]
+    return _is_regular(pairs.mask, masked) and _is_regular(pairs.kept, sequences)
 
 
-def _bits_are_regular(pairs: Pairs) -> bool:
-    """True if dropout's mask has a regular place for each pair of each sequence."""
-    if pairs.kept is None:
+def _is_regular(of_pairs: Tensor | None, sequences: Sequence[PackedSequence]) -> bool:
+    """True if a tensor of [batch, heads, queries, keys] has the pairs of each of these sequences at regular places."""
+    if of_pairs is None or not sequences:
         return True
-    sides = [side for one in pairs.parsed.sequences if one.pairs for side in (one.queries, one.keys)]
-    return pairs.kept.shape[-1] > 1 and all(side.positions is None for side in sides)
+    has_type = of_pairs.dtype in MASK_TYPES and of_pairs.shape[-1] > 1
+    return has_type and all(side.positions is None for one in sequences for side in (one.queries, one.keys))
 
 
 def forward(
@@ -53,36 +59,40 @@ def backward(
 
 def _attention(pairs: Pairs, keep: float, scale: float) -> PackedAttention:
     sequences = [one for one in pairs.parsed.sequences if one.pairs]
-    if pairs.kept is None:
-        return PackedAttention([_span(one, 0) for one in sequences], scale)
-    strides = _strides(pairs.kept)
-    spans = [_span(one, _first_bit(one, pairs.kept, strides)) for one in sequences]
-    return PackedAttention(spans, scale, kept=_bits(pairs.kept), kept_strides=strides[1:3], keep=keep or 1.0)
+    mask = _by_rows(pairs.mask) if pairs.mask is not None and any(one.masking == MASKED for one in sequences) else None
+    kept = None if pairs.kept is None else pairs.kept.contiguous()
+    spans = [
+        Span(
+            one.queries.begin, one.queries.end, one.keys.begin, one.keys.end, one.masking,
+            mask_begin=0 if mask is None or one.masking != MASKED else _first_pair(one, mask),
+            kept_begin=0 if kept is None else _first_pair(one, kept),
+        )
+        for one in sequences
+    ]  # fmt: skip
+    mask_strides, kept_strides = ((0, 0) if one is None else _strides(one)[1:3] for one in (mask, kept))
+    bits = None if kept is None else _bits(kept)
+    return PackedAttention(spans, scale, 0, mask, mask_strides, bits, kept_strides, keep=keep or 1.0)
 
 
-def _span(sequence: PackedSequence, kept_begin: int) -> Span:
-    queries, keys = sequence.queries, sequence.keys
-    return Span(queries.begin, queries.end, keys.begin, keys.end, sequence.masking, kept_begin=kept_begin)
-
-
-def _first_bit(sequence: PackedSequence, kept: Tensor, strides: Strides) -> int:
-    """Returns where the bits of a sequence begin."""
-    _, _, queries, keys = kept.shape
+def _first_pair(sequence: PackedSequence, of_pairs: Tensor) -> int:
+    """Returns the place of a sequence's first pair within a tensor of [batch, heads, queries, keys]."""
+    _, _, queries, keys = of_pairs.shape
     first_query, first_key = sequence.queries.first % queries, sequence.keys.first % keys
-    return sequence.number * strides[0] + first_query * strides[2] + first_key
+    batch, _, query, _ = _strides(of_pairs)
+    return sequence.number * batch + first_query * query + first_key
 
 
-def _strides(kept: Tensor) -> Strides:
-    """Returns the distances in the packed mask; a dimension of size 1 is the same for all."""
-    _, heads, queries, keys = kept.shape
-    whole = (heads * queries * keys, queries * keys, keys, 1)
-    batch, head, query, key = (0 if size == 1 else stride for size, stride in zip(kept.shape, whole, strict=True))
+def _strides(of_pairs: Tensor) -> Strides:
+    """Returns the strides of a tensor; a dimension of size 1 is the same for all."""
+    batch, head, query, key = (
+        0 if size == 1 else stride for size, stride in zip(of_pairs.shape, of_pairs.stride(), strict=True)
+    )
     return batch, head, query, key
 
 
 def _bits(kept: Tensor) -> Tensor:
     """Returns a mask with eight of its values in a byte."""
-    values = kept.contiguous().view(torch.uint8)
+    values = kept.view(torch.uint8)
     bits = torch.empty(bytes_of(values.numel()), dtype=torch.uint8)
     run_kernel("pack_bits", values, values.numel(), bits)
     return bits

@@ -59,7 +59,7 @@ class _Attention(ctypes.Structure):
     ]
 
 
-_MASK_TYPES = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3}
+MASK_TYPES = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3}
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _rows(tensor: Tensor) -> _HeadRows:
 
 
 def _mask_arguments(mask: Tensor | None, strides: tuple[int, int]) -> tuple[int | None, int, int, int]:
-    return (None, 0, 0, 0) if mask is None else (mask.data_ptr(), _MASK_TYPES[mask.dtype], *strides)
+    return (None, 0, 0, 0) if mask is None else (mask.data_ptr(), MASK_TYPES[mask.dtype], *strides)
 
 
 def _kept_arguments(kept: Tensor | None, strides: tuple[int, int]) -> tuple[int | None, int, int, int]:

@@ -1,8 +1,8 @@
-"""Bytes that PyTorch's attention kernels take while they run, as formulas of a node's operands.
+"""Bytes that attention takes while it runs, as formulas of a node's operands.
 
-Attention over packed rows with dropout multiplies some sequences at a time (`kernels/attention_packed.py`), and holds
-several values of the size of all their pairs. A mask that says which pairs attend (`kernels/attention_slim.py`) becomes
-numbers where the kernel reads it.
+The native kernel for packed rows holds no scores, and packs dropout's mask as bits. Without it, attention with dropout
+multiplies some sequences at a time (`kernels/attention_packed.py`), and holds several values of the size of all their
+pairs. A mask that says which pairs attend (`kernels/attention_slim.py`) becomes numbers where the kernel reads it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, fx
 
 from ort_accel.graph.symbolic_sizes import hint, hinted_elements
+from ort_accel.kernels import attention_native
 from ort_accel.kernels.attention_packed import pairs_at_once
 
 
 def packed_attention(node: fx.Node) -> int:
     """With dropout: scaled queries, keys, values, scores, weights and the inverted mask. Without: one result."""
     query, key, value, *_, kept = _values(node)[:8]
+    if attention_native.takes((query, key, value)):
+        return _bits(kept)
     if kept is None:
         return _wide_bytes(query)
     cast = 0 if _is_wide(query) else _wide_bytes(key) + _wide_bytes(query)
@@ -28,6 +31,8 @@ def packed_attention(node: fx.Node) -> int:
 def packed_attention_backward(node: fx.Node) -> int:
     """With dropout: as forward, and the gradient of the weights and its softmax. Without: the three results."""
     grad, query, key, value, *_, kept = _values(node)[:11]
+    if attention_native.takes((grad, query, key, value)):
+        return _bits(kept)
     if kept is None:
         return _wide_bytes(query) + _wide_bytes(key) + _wide_bytes(value)
     cast = 0
@@ -40,6 +45,10 @@ def slim_attention(node: fx.Node) -> int:
     """The mask as numbers."""
     *_, allowed, _, _ = _values(node)
     return 0 if allowed is None else _wide_bytes(allowed)
+
+
+def _bits(kept: Tensor | None) -> int:
+    return 0 if kept is None else -(-hinted_elements(kept) // 8)
 
 
 def _values(node: fx.Node) -> list[Any]:
