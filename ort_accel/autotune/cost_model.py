@@ -78,7 +78,7 @@ class Estimator:
     def _times(self, node: fx.Node, known_sizes: bool = False) -> KernelTimes | None:
         if not _is_like_timed(node):
             return None
-        if self.products is not None and (times := self.products.kernel_times(node, known_sizes)):
+        if self.products is not None and (times := self.products.kernel_times(node, known_sizes, self.in_one_session)):
             return times
         times = self.machine.kernel_times(node.target)
         return times.scaled_to(node) if times else None

@@ -73,15 +73,16 @@ class TimedMatmuls:
     def __init__(self, machine: Machine, report: Report) -> None:
         self._machine, self._report = machine, report
 
-    def kernel_times(self, node: fx.Node, known_sizes: bool = False) -> KernelTimes | None:
+    def kernel_times(self, node: fx.Node, known_sizes: bool = False, called: bool = False) -> KernelTimes | None:
         """Returns the times of a large product on either side; None for other nodes.
 
-        oneDNN counts for PyTorch where sizes are fixed, and for sizes that came before (`known_sizes`).
+        oneDNN counts for PyTorch where sizes are fixed, and for sizes that came before (`known_sizes`), but not where a
+        session calls PyTorch's operator (`called`).
         """
         found = self._times(node)
         if found is None:
             return None
-        uses_onednn = found.prefers_onednn and (known_sizes or _is_of_fixed_size(node))
+        uses_onednn = found.prefers_onednn and not called and (known_sizes or _is_of_fixed_size(node))
         pytorch = found.onednn if uses_onednn and found.onednn is not None else found.pytorch
         is_equal = (1 - MIN_SHARE_SAVED_BY_ORT) * pytorch < found.ort < pytorch
         return KernelTimes(pytorch if is_equal else found.ort, pytorch, found.amount).scaled_to(node)

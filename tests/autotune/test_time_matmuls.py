@@ -148,6 +148,7 @@ def test_onednn_counts_for_pytorch_where_sizes_are_fixed(known):
     timed = TimedMatmuls(MACHINE, Report())
     fixed = node_of(*fakes((1024, 512), (512, 256)))
     assert timed.kernel_times(fixed).pytorch == pytest.approx(2 * MILLI)
+    assert timed.kernel_times(fixed, called=True).pytorch == pytest.approx(3 * MILLI), "a session has no call of oneDNN"
     mode = torch._subclasses.FakeTensorMode(shape_env=ShapeEnv())
     rows = mode.from_tensor(torch.empty(1024, 512))
     [right] = fakes((512, 256), mode=mode)
