@@ -26,7 +26,6 @@ from ort_accel.errors import OrtAccelError
 from ort_accel.memory.malloc_settings import trim_heap
 from ort_accel.memory.process_memory import AllocationSampler, in_use, reset_high_water_mark, resident
 from ort_accel.optim import FusedAdam, step_in_backward
-from ort_accel.runtime.ort_pool import release_unused
 
 CHECKPOINTING = "eager, checkpointing"
 EARLY = "level 1, early updates"
@@ -160,9 +159,10 @@ def _seconds(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -
 
 
 def _grown(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """By how many bytes what is in use, and what is resident, exceed in a step what they are with empty pools. The step
-    begins as any later one does: with all that those before it left in the pools."""
-    release_unused()
+    """Returns by how many bytes the memory in use and the resident set grow in a step, from a trimmed heap.
+
+    The step begins as any later one does: with all that those before it left in the heap.
+    """
     trim_heap()
     base, used = resident(), in_use()
     for _ in range(FILLING):

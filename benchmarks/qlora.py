@@ -30,7 +30,6 @@ from ort_accel.cli.benchmark.contenders import EAGER, ORT_ACCEL
 from ort_accel.cli.benchmark.timing import compare, in_turns, summary
 from ort_accel.memory.malloc_settings import trim_heap
 from ort_accel.memory.process_memory import reset_high_water_mark, resident
-from ort_accel.runtime.ort_pool import release_unused
 
 QUIET = {"engine": {"fallback": "report", "compare_with_eager": False}, "observe": {"log_level": "error"}}
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -173,7 +172,6 @@ def peak_of(name: str, size: Size) -> float:
     running = Running(name, size)
     for _ in range(MEMORY_STEPS):
         running.step()
-    release_unused()
     trim_heap()
     weights = resident() or 0
     running.step()

@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable
+from queue import Empty
 from typing import Any
 
 START = multiprocessing.get_context("forkserver")
@@ -16,10 +17,16 @@ START.set_forkserver_preload(
 
 
 def asked(function: Callable[..., None], *args: Any) -> Any:
-    """What a function puts into the queue that it is given first, in a process without memory of other tests."""
+    """Returns what a function puts into the queue that it is given first, in a process of its own."""
     results = START.Queue()
     process = START.Process(target=function, args=(results, *args))
     process.start()
-    found = results.get(timeout=900)
-    process.join()
-    return found
+    while True:
+        is_running = process.is_alive()
+        try:
+            found = results.get(timeout=5)
+        except Empty:
+            assert is_running, f"the process ended with {process.exitcode} and without a result"
+        else:
+            process.join()
+            return found

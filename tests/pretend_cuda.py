@@ -66,8 +66,7 @@ def cuda_device(monkeypatch) -> Device:
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", on_the_cpu)
     monkeypatch.setattr(ExecutionDevice, "ort_device", lambda _: REAL_ORT_DEVICE(CPU))
-    session.share_memory_pool(CPU)
-    monkeypatch.setattr(session, "_SHARED", {("Cpu", 0), ("Cuda", 0)})
+    monkeypatch.setattr(session, "_WITH_ARENA", {0})
     return made
 
 

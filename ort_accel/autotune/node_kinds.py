@@ -34,7 +34,7 @@ class Kind:
     def runs(self, owner: fx.GraphModule, opset: int, sessions: Sessions, symbols: Symbols) -> Runs:
         """Returns runs of one of the nodes as a segment on either side, with synthetic inputs."""
         body, wanted = _alone(self.nodes[0], self.free)
-        by_pytorch = PyTorchSegment(body, wanted, owner, pooled=True, dead_inputs=())
+        by_pytorch = PyTorchSegment(body, wanted, owner, dead_inputs=())
         by_ort = OrtSegment(
             build(body, wanted, opset), sessions, lambda _: False, Fallback(by_pytorch, _fail), self.subject
         )

@@ -19,7 +19,6 @@ from ort_accel.files import write_aside
 from ort_accel.reporting import Report
 from ort_accel.runtime.device import ExecutionDevice
 from ort_accel.runtime.installed_ort import Flavor
-from ort_accel.runtime.ort_pool import release_unused
 from ort_accel.runtime.session import SessionSettings
 
 MeasurementT = TypeVar("MeasurementT")
@@ -113,8 +112,6 @@ def measured(place: ExecutionDevice, measure: Callable[[], MeasurementT]) -> Mea
             return measure()
         except Exception:
             return None
-        finally:
-            release_unused()  # the pool holds the memory of the largest call
 
 
 class SavedTimings:

@@ -68,7 +68,7 @@ def _check_png(file: Path) -> None:
 
 
 MEASURED_STEPS = 5
-"""Steps until a peak is measured: two compile, one fills empty pools, one is measured, and one ends that."""
+"""Steps until a peak is measured: two compile, one fills the trimmed heap, one is measured, and one ends that."""
 
 
 def _explained(

@@ -38,7 +38,6 @@ from ort_accel.errors import OrtAccelError
 from ort_accel.observe.logs import configure
 from ort_accel.observe.progress import Progress
 from ort_accel.passes.pipeline import Stage, run_passes
-from ort_accel.recompute.peak_memory import PoolBehaviour
 from ort_accel.recompute.planner import MemoryPlanner
 from ort_accel.reporting import Report
 from ort_accel.runtime.device import CPU
@@ -157,15 +156,9 @@ class Backend:
 
     def _recompute(self) -> MemoryPlanner:
         config, lowering = self.config, self.lowering
-        holding = PoolBehaviour(
-            shrinks=config.memory.frugal,
-            shrinks_each_time=self.settings.session.shrinks,
-            pool_from=lowering.pool_from,
-            shared=self.settings.place.torch_memory,
-            steps_early=lowering.leaves is not None and config.optimizer.step_in_backward,
-        )
+        steps_early = lowering.leaves is not None and config.optimizer.step_in_backward
         cutter = partial(predict_segments, lowering=lowering)
-        return MemoryPlanner(config.memory, self.report, cutter, holding, config.observe.memory_stats)
+        return MemoryPlanner(config.memory, self.report, cutter, steps_early, config.observe.memory_stats)
 
     def _follow_pytorch(self) -> None:
         """Compile by PyTorch's present settings if they have changed; Dynamo captures anew then."""

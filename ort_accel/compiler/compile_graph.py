@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
 
 import torch
 from torch import fx
@@ -18,10 +17,7 @@ from ort_accel.executor.matmul_segment import MatmulSegment
 from ort_accel.executor.ort_segment import (
     Fallback,
     OrtSegment,
-    ResultBuffers,
     Twin,
-    ort_makes_results,
-    ort_results_lie_in_pool,
 )
 from ort_accel.executor.program import SIZE, Program, Step, mark_last_uses
 from ort_accel.executor.reuse_operands import is_reusable
@@ -29,6 +25,7 @@ from ort_accel.executor.torch_segment import PyTorchSegment
 from ort_accel.graph.meta_keys import CAST_OF
 from ort_accel.graph.nodes import count_ops, is_getitem, is_size, is_view, op_name, output_nodes_of, returned, user_line
 from ort_accel.graph.symbolic_sizes import SizeFunction, SymbolSource, expression
+from ort_accel.lowering.aten_call import needs_copy
 from ort_accel.operators.flops import flops
 from ort_accel.partition.assign import Assignment, Refusal, short_message
 from ort_accel.partition.placement import Decision, by_rule, place, segments
@@ -73,7 +70,12 @@ def lower_graph(
 def predict_segments(module: fx.GraphModule, gradients: Gradients, lowering: Lowering) -> list[Cut]:
     """Returns the segments that a graph would be cut into, without timing anything. The graph is rewritten."""
     run_passes(module.graph, Stage.SEGMENTS, lowering.passes, Report())
-    return _divided(module.graph, lowering, _decisions(lowering), gradients)[1]
+    assignment, cuts = _divided(module.graph, lowering, _decisions(lowering), gradients)
+    copied = {node for node, kernel in assignment.called.items() if kernel is None and needs_copy(node)}
+    return [
+        replace(item, called=assignment.called.keys() & item.nodes, copied=copied.intersection(item.nodes))
+        for item in cuts
+    ]
 
 
 def _divided(
@@ -238,12 +240,10 @@ class _ProgramBuilder:
         lowering, record, name = self._lowering, self.records[index], f"{self._name} part {index}"
         model = build(body, outputs, lowering.opset, self._assignment.called)
         fallback = Fallback(Twin(body, outputs, self._module), lowering.failed)
-        in_pool = ort_results_lie_in_pool(outputs, lowering.pool_from)
-        results = ort_makes_results if in_pool else ResultBuffers(outputs, model.output_orders)
         frees_inputs = self._name.startswith("backward")  # the caller holds the inputs of a forward in any case
-        segment = OrtSegment(model, lowering.sessions, self._is_lasting, fallback, name, results, record, frees_inputs)
+        segment = OrtSegment(model, lowering.sessions, self._is_lasting, fallback, name, record, frees_inputs)
         other = self._onednn_segment(index, body, outputs)
-        run = segment if other is None else MatmulSegment(segment, other, body.nodes, lowering.trim_memory, record)
+        run = segment if other is None else MatmulSegment(segment, other, body.nodes, record)
         return self._numbered(run, segment.inputs, outputs)
 
     def _onednn_segment(self, index: int, body: Body, outputs: list[fx.Node]) -> PyTorchSegment | None:
@@ -271,7 +271,7 @@ class _ProgramBuilder:
         dead: Sequence[fx.Node],
         faster: Mapping[fx.Node, Callable[..., object]],
     ) -> PyTorchSegment:
-        return PyTorchSegment(body, outputs, self._module, self._lowering.pool_from < inf, dead, faster)
+        return PyTorchSegment(body, outputs, self._module, dead, faster)
 
     def _weight_cast_step(self, placeholders: Sequence[fx.Node]) -> list[Step]:
         """Returns the step that computes the inputs which stand for casts of weights, if the graph has any."""

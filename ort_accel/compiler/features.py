@@ -71,8 +71,7 @@ def record_settings(settings: Settings, report: Report) -> None:
 def _record_native(settings: Settings, report: Report) -> None:
     config, status = settings.config, native_status()
     if config.compute.native and not settings.calls_pytorch:
-        saves = "keys of memory that save memory predict it for PyTorch's own segments"
-        report.off("compute.native", ON_CUDA if settings.place.is_cuda else status.missing or saves)
+        report.off("compute.native", ON_CUDA if settings.place.is_cuda else status.missing)
     if status.missing:
         report.refused("native library", status.missing)
         configure(config.observe.log_level)

@@ -42,7 +42,7 @@ class Lowering:
     failed: Callable[[Exception], bool] = lambda _: True
     """Called when a segment failed at run time where PyTorch did not; returns whether ONNX Runtime tries it again."""
     trim_memory: Callable[[], None] = lambda: None
-    """Called after compiling, and when oneDNN takes a segment over, since ONNX Runtime's memory is then free."""
+    """Called after compiling."""
     before_segments: Callable[[], None] = lambda: None
     """Called before each segment runs."""
     for_speed: bool = True
@@ -62,9 +62,6 @@ class Lowering:
     """Caches autocast's casts of weights."""
     leaves: GradientRelease | None = None
     """Gives parameters their gradients before the backward ends."""
-    pool_from: float = 0
-    """The bytes from which a result lies in ONNX Runtime's memory pool. Smaller results that leave a segment lie in
-    PyTorch's memory, where later results can reuse the freed block."""
     assigner: NodeRules = field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,7 +106,6 @@ def lowering_for(
         passes=settings.passes,
         copies=_weight_copies(settings, report),
         leaves=GradientRelease(report) if releases_early else None,
-        pool_from=settings.pool_from_bytes,
         before_segments=TrimOnGrowth() if frees_before_segments else lambda: None,
         **_session_fields(settings, report),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import inf
 
 import torch
 
@@ -11,8 +10,6 @@ from ort_accel.compiler.device_placement import place_for, products_are_tf32
 from ort_accel.compiler.refusals import refuse_unsupported
 from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError
-from ort_accel.kernels.output_buffers import POOL_LEAST_BYTES
-from ort_accel.memory.malloc_settings import coalesces_freed_blocks
 from ort_accel.native.library import native_library
 from ort_accel.observe.logs import severity
 from ort_accel.passes.options import PassOptions
@@ -69,19 +66,8 @@ class Settings:
 
     @property
     def calls_pytorch(self) -> bool:
-        """True if sessions call kernels of PyTorch and of ort_accel.
-
-        They do not where memory is to be saved: its prediction knows the memory of PyTorch's segments.
-        """
-        is_wanted = self.config.compute.native and not self.config.memory.saves
-        return is_wanted and not self.place.is_cuda and native_library() is not None
-
-    @property
-    def pool_from_bytes(self) -> float:
-        """Returns the size from which a result lies in ONNX Runtime's memory pool."""
-        if self.place.is_cuda:
-            return 0
-        return inf if self.config.memory.frugal else POOL_LEAST_BYTES
+        """True if sessions call kernels of PyTorch and of ort_accel."""
+        return self.config.compute.native and not self.place.is_cuda and native_library() is not None
 
     @property
     def passes(self) -> PassOptions:
@@ -147,7 +133,6 @@ def session_settings(config: Config, place: ExecutionDevice = CPU) -> SessionSet
         deterministic=deterministic,
         log_severity=severity(config.observe.log_level),
         place=place,
-        shrinks=config.memory.frugal and not place.is_cuda and coalesces_freed_blocks(),
     )
 
 

@@ -10,7 +10,6 @@ from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.logs import speaks
 from ort_accel.observe.report_file import ReportFile
 from ort_accel.reporting import Report
-from ort_accel.runtime.ort_pool import release_unused
 
 
 class CompilerMemory:
@@ -45,9 +44,7 @@ def memory_watch(settings: Settings, report: Report, lowering: Lowering) -> Step
     if not is_wished and not is_limited:
         return None
     prints = is_wished and speaks(settings.config.observe.log_level)
-    return StepMemoryWatch(
-        report, release_unused, prints, (release_unused, lowering.before_segments) if is_limited else ()
-    )
+    return StepMemoryWatch(report, prints, lowering.before_segments if is_limited else None)
 
 
 def report_file(settings: Settings, report: Report) -> ReportFile | None:

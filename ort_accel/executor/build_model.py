@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from ort_accel.graph.memory_layout import Order, permuted_order, reverse
-from ort_accel.graph.meta_keys import RUNS_AFTER
 from ort_accel.graph.nodes import call, constant_of, fakes_in, is_getitem, is_random, is_size, is_view
 from ort_accel.graph.symbolic_sizes import Size, expression, known_equal
 from ort_accel.lowering.aten_call import CallWriter
@@ -79,7 +78,6 @@ class _Builder:
         self._orders = [permuted_order(node.meta["val"]) for node in self._inputs]
         self._operands: dict[fx.Node, Any] = {}
         self._strided: dict[fx.Node, Strided] = {}
-        self._made: dict[str, ir.Value] = {}
         self._last_draw: ir.Value | None = None
         for position, (node, order) in enumerate(zip(self._inputs, self._orders, strict=True)):
             operand = self._graph.input(f"input_{position}", in_order(node.meta["val"], order))
@@ -146,24 +144,19 @@ class _Builder:
             self._lower(node)
             return
         try:
-            writer, kernel = CallWriter(self._graph, self.strided, self._behind(node)), self._called[node]
+            behind = [self._last_draw] if is_random(node) and self._last_draw is not None else []
+            writer, kernel = CallWriter(self._graph, self.strided, behind), self._called[node]
             results = writer.call(node) if kernel is None else writer.kernel(node, kernel)
         except Exception as error:
             raise NotLowerable(f"{call(node)}: {error}") from error
-        self._made[node.name] = next(result.base for result in results if result is not None)
         if is_random(node):
-            self._last_draw = self._made[node.name]
+            self._last_draw = next(result.base for result in results if result is not None)
         if isinstance(node.meta["val"], torch.Tensor):
             self._strided[node] = cast("Strided", results[0])
             return
         for user in node.users:
             if is_getitem(user) and (result := results[cast("int", user.args[1])]) is not None:
                 self._strided[user] = result
-
-    def _behind(self, node: fx.Node) -> list[ir.Value]:
-        """Returns values of the operators that a call has to wait for: the last draw, or those that it is to follow."""
-        behind = [self._last_draw] if is_random(node) and self._last_draw is not None else []
-        return behind + [self._made[name] for name in node.meta.get(RUNS_AFTER, ()) if name in self._made]
 
     def _lower(self, node: fx.Node) -> None:
         args, kwargs = operands(node, self.operand)
@@ -172,7 +165,6 @@ class _Builder:
             lowered = lower(self._graph, node.target, args, kwargs, fakes)
         except Exception as error:
             raise NotLowerable(f"{call(node)}: {error}") from error
-        self._made[node.name] = next(value for value in lowered if value is not None)
         if isinstance(fakes, torch.Tensor):
             self._operands[node] = Operand(lowered[0], fakes)
         else:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import fx
-from torch._C._aoti import unsafe_alloc_void_ptrs_from_tensors
+from torch._C._aoti import alloc_tensor_by_stealing_from_void_ptr, unsafe_alloc_void_ptrs_from_tensors
 
 from ort_accel.executor.program import Symbols
 from ort_accel.graph.symbolic_sizes import SizeFunction, expression
@@ -31,17 +31,25 @@ class Frame:
 
     @contextmanager
     def open(self, tensors: list[torch.Tensor], symbols: Symbols) -> Iterator[OrtValue]:
-        """Yields the frame as an input of the session. The list is emptied: the frame holds the tensors alone."""
+        """Yields the frame as an input of the session. The list is emptied: the frame holds the tensors alone.
+
+        The list gets them back if the run fails before any call has read them.
+        """
         self._lay_out(tensors, symbols)
         capsules = unsafe_alloc_void_ptrs_from_tensors(tensors)
         tensors.clear()
         frame = torch.tensor([_pointer_in(capsule, None) for capsule in capsules] + self._readers)
         try:
             yield to_ort(frame)
+        except Exception:
+            if frame[len(capsules) :].tolist() == self._readers:
+                tensors += map(alloc_tensor_by_stealing_from_void_ptr, capsules)
+            raise
         finally:
             library = native_library()
             assert library is not None
-            library.ort_accel_release(frame.data_ptr(), len(self._readers))
+            if not tensors:
+                library.ort_accel_release(frame.data_ptr(), len(self._readers))
 
     def _lay_out(self, tensors: list[torch.Tensor], symbols: Symbols) -> None:
         """Replaces tensors that do not lie in memory as the graph was compiled for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch import fx
 
@@ -13,7 +13,6 @@ from ort_accel.graph.nodes import fakes_in
 from ort_accel.graph.symbolic_sizes import SizeFunction, expression
 from ort_accel.kernels.onednn_matmul import FrequentSizes
 from ort_accel.reporting import Runner, Segment
-from ort_accel.runtime.ort_pool import release_unused
 
 
 class MatmulSegment:
@@ -24,15 +23,14 @@ class MatmulSegment:
         by_ort: OrtSegment,
         by_onednn: PyTorchSegment,
         nodes: Iterable[fx.Node],
-        changed: Callable[[], None],
         record: Segment,
     ) -> None:
-        """`changed` is called when oneDNN takes over; `record` notes who ran the segment last."""
+        """`record` notes who ran the segment last."""
         self.inputs = by_ort.inputs
         self._by_ort, self._by_onednn = by_ort, by_onednn
         values = [tensor for node in nodes for tensor in fakes_in(node.meta["val"])]
         self._sizes = SizeFunction(expression(size) for value in values for size in value.shape)
-        self._known_sizes, self._changed, self._record = FrequentSizes(), changed, record
+        self._known_sizes, self._record = FrequentSizes(), record
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"inputs": []}
@@ -40,10 +38,7 @@ class MatmulSegment:
     def __call__(self, tensors: Inputs, symbols: Symbols) -> Outputs:
         """Runs with these inputs."""
         sizes = self._sizes(symbols)
-        if sizes not in self._known_sizes:
-            if not self._known_sizes.came(sizes):
-                return self._by_ort(tensors, symbols)
-            release_unused()  # ONNX Runtime's results are not needed again
-            self._changed()
+        if sizes not in self._known_sizes and not self._known_sizes.came(sizes):
+            return self._by_ort(tensors, symbols)
         self._record.runner = Runner.PYTORCH
         return self._by_onednn(tensors, symbols)

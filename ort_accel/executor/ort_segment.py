@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from traceback import clear_frames
-from typing import TypeAlias
 
 import onnx_ir as ir
 import torch
 from torch import fx
 
-from ort_accel.executor.build_model import Model, in_order
+from ort_accel.executor.build_model import Model
 from ort_accel.executor.frame import Frame
 from ort_accel.executor.program import Inputs, Outputs, Run, Symbols
 from ort_accel.executor.torch_segment import PyTorchSegment
 from ort_accel.graph.memory_layout import Order, reverse
-from ort_accel.graph.symbolic_sizes import SizeFunction, expression, hinted_bytes, is_known
+from ort_accel.graph.symbolic_sizes import SizeFunction
 from ort_accel.kernels import number_ops
-from ort_accel.memory.heap_tensors import empty_in_heap
-from ort_accel.memory.out_of_memory import is_out_of_memory
 from ort_accel.partition.segments import Body
 from ort_accel.reporting import Runner, Segment
 from ort_accel.runtime.dlpack import CachedOrtValue, OrtValue, sizes_to_ort, to_ort
-from ort_accel.runtime.ort_pool import release_unused
 from ort_accel.runtime.sessions import Sessions
 
 
@@ -55,39 +50,6 @@ def _restored(state: dict[str, object]) -> PyTorchSegment:
     return segment
 
 
-def ort_results_lie_in_pool(results: Iterable[fx.Node], pool_from: float) -> bool:
-    """True if the results of a segment lie in ONNX Runtime's pool: all of them do, or none."""
-    values = [node.meta["val"] for node in results]
-    return any(hinted_bytes(value) >= pool_from or not all(map(is_known, value.shape)) for value in values)
-
-
-MakeResults: TypeAlias = Callable[[Symbols], Sequence[torch.Tensor]]
-
-
-def ort_makes_results(_: Symbols) -> Sequence[torch.Tensor]:
-    """Returns no tensors, so that ONNX Runtime allocates the results."""
-    return ()
-
-
-class ResultBuffers:
-    """Allocates tensors that a model writes its results into, in memory of the C library.
-
-    Each of them frees its memory by itself. A result in ONNX Runtime's pool keeps its neighbours in the pool.
-    """
-
-    def __init__(self, wanted: Sequence[fx.Node], orders: Sequence[Order | None]) -> None:
-        shapes = [in_order(node.meta["val"], order).shape for node, order in zip(wanted, orders, strict=True)]
-        self._ranks = [len(shape) for shape in shapes]
-        self._types = [node.meta["val"].dtype for node in wanted]
-        self._sizes = SizeFunction(expression(size) for shape in shapes for size in shape)
-
-    def __call__(self, symbols: Symbols) -> list[torch.Tensor]:
-        """Returns one tensor for each result."""
-        sizes = iter(self._sizes(symbols))
-        shapes = [[next(sizes) for _ in range(rank)] for rank in self._ranks]
-        return [empty_in_heap(shape, dtype) for shape, dtype in zip(shapes, self._types, strict=True)]
-
-
 @dataclass(frozen=True)
 class Fallback:
     """The way on for a segment after ONNX Runtime failed at it."""
@@ -112,11 +74,10 @@ class OrtSegment:
         keeps_address: Callable[[fx.Node], bool],
         fallback: Fallback,
         name: str,
-        results: MakeResults = ort_makes_results,
         record: Segment | None = None,
         frees_inputs: bool = False,
     ) -> None:
-        """`results` allocates the results; `record` notes who ran the segment.
+        """`record` notes who ran the segment.
 
         With `frees_inputs`, a tensor's memory is free after its last use, once a run has succeeded. A run that fails
         later cannot be repeated in PyTorch then.
@@ -141,7 +102,6 @@ class OrtSegment:
         self._sizes = SizeFunction(item for size in model.sizes for item in size.sizes)
         self._size_inputs = model.sizes
         self._fallback = fallback
-        self._results = results
         self._given_up = False
         self._record = record or Segment(name, Runner.ORT, {})
 
@@ -169,7 +129,7 @@ class OrtSegment:
         try:
             results = self._by_onnx_runtime(tensors, symbols)
         except Exception as error:
-            if self._inputs_are_gone:
+            if self._gives_inputs_away and not tensors:
                 raise RuntimeError(f"a backward failed in ONNX Runtime: {error}") from error
             replacement = self._by_pytorch(error, tensors, symbols)
             self._record.runner = Runner.PYTORCH
@@ -181,28 +141,31 @@ class OrtSegment:
         return results
 
     def _by_onnx_runtime(self, tensors: Inputs, symbols: Symbols) -> list[torch.Tensor]:
-        feeds = [convert(tensors[at]) for convert, at in zip(self._convert, self._fed, strict=True)]
+        fed, framed = ([tensors[at] for at in positions] for positions in (self._fed, self._framed))
+        feeds = [convert(tensor) for convert, tensor in zip(self._convert, fed, strict=True)]
         if self._frame is None:
-            return self._session(feeds + self._size_values(symbols), self._results(symbols))
-        framed = [tensors[at] for at in self._framed]
-        if self._inputs_are_gone:
+            return self._session(feeds + self._size_values(symbols))
+        if self._gives_inputs_away:
             tensors.clear()
-        with self._frame.open(framed, symbols) as frame:
-            results = self._session([*feeds, frame, *self._size_values(symbols)], self._results(symbols))
+        try:
+            with self._frame.open(framed, symbols) as frame:
+                results = self._session([*feeds, frame, *self._size_values(symbols)])
+        except Exception:
+            if framed and not tensors:
+                by_position = dict(zip([*self._fed, *self._framed], [*fed, *framed], strict=True))
+                tensors += map(by_position.__getitem__, range(len(by_position)))
+            raise
         self._is_proven = True
         return results
 
     @property
-    def _inputs_are_gone(self) -> bool:
-        """True if a run gives its inputs away, so that PyTorch could not repeat it."""
+    def _gives_inputs_away(self) -> bool:
+        """True if a run gives its inputs away, so that PyTorch cannot repeat it once a call has read them."""
         return self._frees_inputs and self._is_proven and self._frame is not None
 
     def _by_pytorch(self, error: Exception, tensors: Inputs, symbols: Symbols) -> Outputs:
-        """Runs the segment in PyTorch after a failure, with the memory that the failed run and the pool held."""
+        """Runs the segment in PyTorch after a failure, with the memory that the failed run held."""
         clear_frames(error.__traceback__)
-        if is_out_of_memory(error):
-            with suppress(Exception):  # memory may be too short even for this
-                release_unused()
         return self._fallback.run(tensors, symbols)
 
     def _size_values(self, symbols: Symbols) -> list[OrtValue]:

@@ -14,13 +14,11 @@ from torch.fx.node import Target
 from ort_accel.executor.program import Inputs, Outputs, Symbols
 from ort_accel.executor.reuse_operands import reusable_operands, write_over
 from ort_accel.graph.nodes import is_data_dependent, is_size
-from ort_accel.graph.symbolic_sizes import SizeFunction, expression, hinted_bytes
+from ort_accel.graph.symbolic_sizes import SizeFunction, expression
 from ort_accel.kernels import index_add
-from ort_accel.kernels.embedding_backward import embedding_gradient
-from ort_accel.kernels.output_buffers import POOL_LEAST_BYTES, belongs_in_pool, needs_buffer, with_buffer
+from ort_accel.kernels.output_buffers import needs_buffer, with_buffer
 from ort_accel.kernels.tensor_asserts import raise_unless
 from ort_accel.partition.segments import Body
-from ort_accel.passes.fuse_cross_entropy import CROSS_ENTROPY_BACKWARD, pooled_cross_entropy_gradient
 
 aten = torch.ops.aten
 
@@ -37,12 +35,6 @@ REPLACEMENTS: dict[Target, Target] = {
 Tensors from ONNX Runtime are contiguous where eager's may not be, so a plain view can be impossible.
 """
 
-POOLED: dict[Target, Target] = {
-    aten.embedding_dense_backward.default: embedding_gradient,
-    CROSS_ENTROPY_BACKWARD: pooled_cross_entropy_gradient,
-}
-"""Functions that give large results in the memory of ONNX Runtime's pool."""
-
 
 class PyTorchSegment:
     """Runs nodes, with the views that they need, through code that torch.fx generates."""
@@ -52,13 +44,12 @@ class PyTorchSegment:
         body: Body,
         wanted: Sequence[fx.Node],
         owner: fx.GraphModule,
-        pooled: bool = False,
         dead_inputs: Collection[fx.Node] | None = None,
         node_replacements: Mapping[fx.Node, Callable[..., object]] = MappingProxyType({}),
     ) -> None:
         """Generates the code of the segment.
 
-        `pooled` allows large results in ONNX Runtime's memory. `node_replacements` has functions that replace nodes.
+        `node_replacements` has functions that replace nodes.
         Results are written over `dead_inputs`, whose memory nobody needs afterwards, and over dead values of the
         segment; with None, over nothing.
         """
@@ -66,10 +57,9 @@ class PyTorchSegment:
         sizes = [node for node in body.inputs if is_size(node)]
         replaced = {} if dead_inputs is None else reusable_operands(body.nodes, wanted, dead_inputs)
         taken = replaced.keys() | node_replacements.keys()
-        buffered = [node for node in body.nodes if node not in taken and _has_output_buffer(node, pooled)]
+        buffered = [node for node in body.nodes if node not in taken and _has_output_buffer(node)]
         buffer_sizes = [size for node in buffered for size in node.meta["val"].shape]
         self._size_values = SizeFunction(map(expression, [*(node.meta["val"] for node in sizes), *buffer_sizes]))
-        target_replacements = REPLACEMENTS | POOLED if pooled else REPLACEMENTS
         graph = fx.Graph()
         given = graph.placeholder("given")
         takes = (graph.call_function(operator.getitem, (given, position)) for position in count())
@@ -78,11 +68,11 @@ class PyTorchSegment:
         graph.call_method("clear", (given,))
         for node in body.nodes:
             copy = graph.node_copy(node, copies.__getitem__)
-            copy.target = node_replacements.get(node) or target_replacements.get(copy.target, copy.target)
+            copy.target = node_replacements.get(node) or REPLACEMENTS.get(copy.target, copy.target)
             if node in replaced:
                 write_over(copy, copies[replaced[node]])
             elif node in shapes:
-                copy.target = with_buffer(node.target, pooled)
+                copy.target = with_buffer(node.target)
                 copy.args = (node.meta["val"].dtype, shapes[node], *copy.args)
             copies[node] = copy
         graph.output([copies[node] for node in wanted])
@@ -99,14 +89,6 @@ class PyTorchSegment:
         return results
 
 
-def torch_result_lies_in_pool(node: fx.Node) -> bool:
-    """True if the result of a node that PyTorch runs lies in ONNX Runtime's pool, where large results may."""
-    if node.target not in POOLED:
-        return belongs_in_pool(node) and not is_data_dependent(node)
-    value = node.meta["val"]
-    return value.device.type == "cpu" and value.dtype == torch.float32 and hinted_bytes(value) >= POOL_LEAST_BYTES
-
-
-def _has_output_buffer(node: fx.Node, pooled: bool) -> bool:
+def _has_output_buffer(node: fx.Node) -> bool:
     """True if a node writes into a given buffer, and the buffer's sizes are known before anything has run."""
-    return needs_buffer(node, pooled) and not is_data_dependent(node)
+    return needs_buffer(node) and not is_data_dependent(node)

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ort_accel.graph.nodes import fakes_in
 from ort_accel.graph.symbolic_sizes import hinted_bytes
-from ort_accel.kernels.output_buffers import belongs_in_pool, with_buffer
+from ort_accel.kernels.output_buffers import with_buffer
 from ort_accel.memory.heap_tensors import contiguous_in_heap
 from ort_accel.runtime.picklable_closures import picklable_by
 
@@ -47,7 +47,7 @@ def has_onednn() -> bool:
 
 def can_multiply(node: fx.Node) -> bool:
     """True if oneDNN can run this node: a product of matrices in single precision, plus a row at the most."""
-    if node.target not in ONEDNN_OPERATORS or not has_onednn() or belongs_in_pool(node):
+    if node.target not in ONEDNN_OPERATORS or not has_onednn():
         return False
     tensors = [tensor for item in (node, *node.all_input_nodes) for tensor in fakes_in(item.meta.get("val"))]
     if any(tensor.dtype != torch.float32 or tensor.device.type != "cpu" for tensor in tensors):
@@ -110,7 +110,7 @@ class FrequentSizes:
 def onednn_for_frequent_sizes(target: Any) -> Callable[..., Tensor]:
     """Return the operator, run by oneDNN for sizes that came often."""
     known = FrequentSizes()
-    otherwise = with_buffer(target, pooled=False)
+    otherwise = with_buffer(target)
 
     def run(*operands: Tensor) -> Tensor:
         *_, left, right = operands

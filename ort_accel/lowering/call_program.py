@@ -56,7 +56,7 @@ class Strided:
     frame_position: int | None = None
     """The position in the frame, if `base` is the frame; `fake` then has the strides in that tensor."""
     origin: Size = 0
-    """Where the tensor in the frame begins in its storage."""
+    """The offset of the tensor in its storage."""
 
 
 def whole(base: ir.Value, layout: torch.Tensor) -> Strided:

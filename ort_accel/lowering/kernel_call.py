@@ -17,7 +17,7 @@ from torch import fx
 from ort_accel.graph.memory_layout import is_plain
 from ort_accel.graph.nodes import fakes_in
 from ort_accel.graph.symbolic_sizes import Size, known_equal
-from ort_accel.kernels import bit_mask, gated, linear_4bit, packed_rows, rms_norm, rotary
+from ort_accel.kernels import bit_mask, cross_entropy, gated, linear_4bit, packed_rows, rms_norm, rotary
 from ort_accel.native.run_kernel import ELEMENTS
 
 aten = torch.ops.aten
@@ -159,6 +159,26 @@ def _rms_norm_backward(
     element, (rows, columns) = ELEMENTS[torch.float32], _rows_and_columns(x, _fake(x).shape[-1:])
     operands, outputs = (grad, x, weight, rstd, None), (Output(0), Output(1) if wanted else None)
     return KernelCall("rms_norm_backward", (*operands, rows, columns, element, element, *outputs))
+
+
+@_chosen_for(cross_entropy.own.cross_entropy_backward.default)
+def _cross_entropy_backward(
+    _: fx.Node,
+    grad: fx.Node,
+    log_probs: fx.Node,
+    target: fx.Node,
+    weight: fx.Node | None,
+    reduction: int,
+    ignored: Size,
+    total_weight: fx.Node,
+) -> KernelCall | None:
+    operands = (grad, log_probs, target, weight, total_weight)
+    if not cross_entropy.takes(*(None if one is None else _fake(one) for one in operands)):
+        return None
+    total = total_weight if reduction == cross_entropy.MEAN else None
+    sizes = ignored, *_fake(log_probs).shape, ELEMENTS[_fake(log_probs).dtype]
+    grad_stride = int(reduction == cross_entropy.NONE)
+    return KernelCall("nll_gradient", (grad, grad_stride, log_probs, target, weight, total, *sizes, Output(0)))
 
 
 @_chosen_for(rotary.own.rotary.default)

@@ -15,7 +15,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ort_accel.graph.symbolic_sizes import Size, expression
-from ort_accel.lowering.node_order import in_running_order
 
 DTYPES = {
     torch.float32: ir.DataType.FLOAT,
@@ -250,6 +249,14 @@ class OnnxGraph:
             return self.op("Reshape", value, shape)
         return self.op("Reshape", value, self.sizes(sizes), allowzero=1)
 
+    def _read_nodes(self, outputs: Sequence[ir.Value]) -> list[ir.Node]:
+        """Return all operators but transposes that nobody reads, since products take their sources."""
+
+        def is_read(value: ir.Value) -> bool:
+            return bool(value.uses()) or value in outputs
+
+        return [node for node in self.nodes if node.op_type != "Transpose" or is_read(node.outputs[0])]
+
     def model(self, outputs: Sequence[ir.Value], name: str) -> ir.Model:
         """Return the finished model."""
         domains = {"": self.opset} | {node.domain: 1 for node in self.nodes if node.domain}
@@ -261,7 +268,7 @@ class OnnxGraph:
         graph = ir.Graph(
             [*self.inputs, *([self.frame] if self.frame_readers else []), *(s.value for s in self.all_size_inputs)],
             outputs,
-            nodes=in_running_order(self.nodes),
+            nodes=self._read_nodes(outputs),
             initializers=constants,
             opset_imports=domains,
             name=name,

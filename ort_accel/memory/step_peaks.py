@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -21,7 +21,7 @@ from ort_accel.observe.logs import rank
 from ort_accel.reporting import Report
 
 FIRST_WITHOUT_COMPILING = 2
-"""Before this step, pools and heap are emptied. The step fills them again, and the next one is measured."""
+"""Before this step, the heap is trimmed. The step fills it again, and the next one is measured."""
 
 STEPS_LOGGED = 10
 """The first steps are logged; later ones if their number is a power of two."""
@@ -29,7 +29,7 @@ STEPS_LOGGED = 10
 
 @dataclass(frozen=True)
 class _Baseline:
-    """Memory of the process with empty pools, and the number of compilations until then."""
+    """Memory of the process with a trimmed heap, and the number of compilations until then."""
 
     resident_bytes: int
     allocated_bytes: int | None
@@ -39,12 +39,9 @@ class _Baseline:
 class StepMemoryWatch:
     """Follows the training steps of one model."""
 
-    def __init__(
-        self, report: Report, release: Callable[[], None], prints: bool, behind: Sequence[Callable[[], None]] = ()
-    ) -> None:
-        """`release` empties the pool of ONNX Runtime. `prints` asks for a line for each phase. The functions `behind`
-        are called after each forward and each backward."""
-        self._report, self._release, self._prints, self._hooks = report, release, prints, behind
+    def __init__(self, report: Report, prints: bool, after_pass: Callable[[], None] | None = None) -> None:
+        """`prints` asks for a line for each phase. `after_pass` is called after each forward and each backward."""
+        self._report, self._prints, self._after_pass = report, prints, after_pass or (lambda: None)
         self._step = -1
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._baseline: _Baseline | None = None
@@ -66,14 +63,14 @@ class StepMemoryWatch:
         is_due = self._step >= FIRST_WITHOUT_COMPILING and self._report.measured_peak is None
         if is_due and _device(model).type == "cpu":
             if self._baseline is None or self._baseline.compilations != self._report.counters["compilations"]:
-                self._baseline = self._emptied_baseline()
+                self._baseline = self._trimmed_baseline()
             else:
                 self._begin_measurement(model)
         self._print_line("before forward")
 
     def after_forward(self, outputs: Any) -> None:
         """Note that the forward has ended. A hook on an output notes the end of the backward."""
-        self._call_hooks()
+        self._after_pass()
         self._print_line("after forward")
         leaves = (leaf for leaf in pytree.tree_leaves(outputs) if type(leaf) is Tensor and leaf.requires_grad)
         first = next(leaves, None)
@@ -83,13 +80,9 @@ class StepMemoryWatch:
             first.register_hook(lambda _: queue(lambda: self._after_backward(step)))  # type: ignore[no-untyped-call]
 
     def _after_backward(self, step: int) -> None:
-        self._call_hooks()
+        self._after_pass()
         if step == self._step:
             self._print_line("after backward")
-
-    def _call_hooks(self) -> None:
-        for call in self._hooks:
-            call()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         model = self._model()
@@ -102,9 +95,8 @@ class StepMemoryWatch:
                 self._sampler.end()
             self._print_line("after step")
 
-    def _emptied_baseline(self) -> _Baseline | None:
-        """Empty pools and heap, and return the memory that is left; None if the system has no answer."""
-        self._release()
+    def _trimmed_baseline(self) -> _Baseline | None:
+        """Trim the heap, and return the memory that is left; None if the system has no answer."""
         trim_heap()
         baseline = resident()
         return None if baseline is None else _Baseline(baseline, in_use(), self._report.counters["compilations"])

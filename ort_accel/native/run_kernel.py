@@ -11,7 +11,7 @@ from torch import Tensor
 from ort_accel.native.library import kernel, native_library
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""How kernels number the types of elements."""
+"""The numbers by which kernels know the types of elements."""
 
 Argument = Tensor | int | float | None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,6 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from ort_accel.graph.meta_keys import RUNS_AFTER
 from ort_accel.graph.nodes import (
     CHECKS,
     fakes_in,
@@ -59,6 +58,8 @@ class Assignment:
     refusals: dict[fx.Node, Refusal] = field(default_factory=dict)
     called: Calls = field(default_factory=dict)
     """Nodes of ONNX Runtime's sessions that call a kernel of the native library, or else PyTorch's operator."""
+    has_calls: bool = False
+    """True if sessions may call kernels, so that one session runs what it can of a whole graph."""
 
     @cached_property
     def free(self) -> set[fx.Node]:
@@ -74,33 +75,30 @@ class Assignment:
     def with_refusals(self, refusals: Mapping[fx.Node, Refusal]) -> Assignment:
         """Returns the assignment in which PyTorch runs these nodes, too."""
         runner = self.runner | dict.fromkeys(refusals, Runner.PYTORCH)
-        return Assignment(runner, {**self.refusals, **refusals}, self.called)
+        return replace(self, runner=runner, refusals={**self.refusals, **refusals})
 
     def with_calls(self) -> Assignment:
-        """Returns the assignment in which sessions call kernels wherever they can.
+        """Returns the assignment of a whole graph to sessions, which call kernels wherever they can.
 
         The native library's kernels come first. PyTorch's operators follow where ONNX Runtime lacks a kernel or runs
         slower. If an operator makes its results itself, a copy of them takes longer than what its speed saves.
         """
         kernels = {node: kernel for node in self.runner if self._may_change(node) and (kernel := kernel_for(node))}
-        refused = [node for node in self._not_to_lower() if node not in kernels]
+        refused = [node for node in self.runner if self.runner[node] is Runner.PYTORCH and node not in kernels]
         moved = [node for node in refused if not why_not_callable(node)]
         own = {node for node in moved if self._keeps_own_kernel(node)}
         refusals = {node: refusal for node, refusal in self.refusals.items() if node not in own and node not in kernels}
         called = dict.fromkeys(node for node in moved if node not in own and not is_view(node))
-        return Assignment(self.runner | dict.fromkeys([*moved, *kernels], Runner.ORT), refusals, called | kernels)
-
-    def _not_to_lower(self) -> list[fx.Node]:
-        """Returns PyTorch's nodes, and those that stay behind others, which a session keeps for calls alone."""
-        return [node for node, runner in self.runner.items() if runner is Runner.PYTORCH or RUNS_AFTER in node.meta]
+        runner = self.runner | dict.fromkeys([*moved, *kernels], Runner.ORT)
+        return Assignment(runner, refusals, called | kernels, has_calls=True)
 
     def _may_change(self, node: fx.Node) -> bool:
         """True unless the user, or a failure, has given a node to PyTorch."""
         return node not in self.refusals or self.refusals[node].reason not in (Reason.WISH, Reason.ENDED_RUNS)
 
     def _keeps_own_kernel(self, node: fx.Node) -> bool:
-        """True for a node refused for speed, whose results a call would copy. Halves and bound nodes are calls."""
-        if node not in self.refusals or self.refusals[node].reason not in FOR_SPEED or RUNS_AFTER in node.meta:
+        """True for a node refused for speed, whose results a call would copy. Nodes in halves are calls."""
+        if node not in self.refusals or self.refusals[node].reason not in FOR_SPEED:
             return False
         in_half = any(tensor.dtype in HALF_DTYPES for tensor in fakes_in(node.meta["val"]))
         return not in_half and not is_view(node) and needs_copy(node)

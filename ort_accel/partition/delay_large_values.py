@@ -1,8 +1,7 @@
 """Cuts a backward that recomputes so that its large values do not exist while the recomputation runs.
 
 `cut` makes few segments: all nodes that can run, run. A gradient from the middle of a layer would then be made before
-the layer is recomputed, and would wait for all of the recomputation. A value that lives within one segment of ONNX
-Runtime lies in its pool, and the pool keeps the memory.
+the layer is recomputed, and would wait for all of the recomputation.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ LARGE_BYTES = 1 << 20
 def delay_large_values(cuts: Sequence[Cut], free: set[fx.Node]) -> list[Cut]:
     """Returns segments that make large values as late, and free them as early, as more segments allow.
 
-    The nodes never hold more at any moment for it, though ONNX Runtime's pool may be divided otherwise. Graphs that
-    recompute nothing stay as they are.
+    The nodes never hold more at any moment for it. Graphs that recompute nothing stay as they are.
     """
     if not any(RUNS_AFTER in node.meta for cut in cuts for node in cut.nodes):
         return list(cuts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -35,6 +35,10 @@ class Cut:
 
     runner: Runner
     nodes: list[fx.Node]
+    called: Collection[fx.Node] = ()
+    """Those of them that call a kernel within a session of ONNX Runtime."""
+    copied: Collection[fx.Node] = ()
+    """Those of the called ones whose results are copied, since the kernel allocates them."""
 
 
 def keeps_position(node: fx.Node) -> bool:
@@ -79,8 +83,8 @@ def cut(graph: fx.Graph, assignment: Assignment) -> list[Cut]:
     1. Random draws, writes and watched nodes keep their order among each other.
     2. A write, or a move to host memory or back, keeps its position among all nodes. What follows a check of data waits
        for it, so that the first error is eager's.
-    3. A node that has to stay behind others begins a segment, unless it is a call: among other operators, ONNX Runtime
-       chooses the order.
+    3. A node that has to stay behind others begins a segment, unless one session runs what it can of the whole graph:
+       a session frees its inputs late.
     4. Independent nodes that increase memory run in the last segment that is early enough for their readers.
     """
     nodes = [node for node in graph.nodes if node in assignment.runner and node not in assignment.free]
@@ -99,7 +103,7 @@ class _Order:
         named = {node.name: node for node in nodes}
         for node in nodes:
             if others := {named[name] for name in node.meta.get(RUNS_AFTER, ()) if name in named}:
-                if node in assignment.called:
+                if assignment.has_calls:
                     self.before[node] |= others
                 else:
                     self.segments_before[node] = others

@@ -1,11 +1,8 @@
 """Chooses values to recompute or offload, so that the peak of a step stays within a budget at the least cost.
 
 The frontier of a graph is one sequence of growing plans, which does not depend on the budget. Each round looks at the
-peak of the step under the last plan, and takes the candidates that free most bytes per millisecond:
-
-1. values that are idle at the peak;
-2. if there are none, values that are saved at other moments, since ONNX Runtime's arena keeps its highest size;
-3. values outside of the transformer layers, which the backward needs at once.
+peak of the step under the last plan, and takes those of the values that are idle at the peak which free most bytes per
+millisecond. Values outside of the transformer layers, which the backward needs at once, are taken last.
 
 A budget takes the first plan of the frontier that it holds. A smaller budget recomputes all that a larger one does.
 If values can be offloaded, there is a second frontier that recomputes or offloads. A budget takes the cheaper plan.
@@ -68,15 +65,13 @@ def frontier(
     plan = MemoryPlan(frozenset(always))
     point = FrontierPoint(plan, predict(plan))
     yield point
-    wanted_bytes, left = point.step.transient_bytes // ROUNDS, candidates
+    wanted_bytes, left = point.step.peak.bytes // ROUNDS, candidates
     if has_masks:
         plan = replace(plan, packs_masks=True)
         point = FrontierPoint(plan, predict(plan))
         yield point
     while True:
-        idle = set[str]().union(*(moment.idle for moment in point.step.peaks))
-        searches = ((some, live) for some in left for live in (idle, point.step.saved))
-        found = (_best_candidates(some, live, plan.moved, wanted_bytes) for some, live in searches)
+        found = (_best_candidates(some, point.step.peak.idle, plan.moved, wanted_bytes) for some in left)
         taken = next(filter(None, found), None)
         if taken is None:
             return
@@ -99,7 +94,7 @@ def fit_budget(budget: str | float, frontiers: Sequence[Iterator[FrontierPoint]]
             so_far.append(following)
     held = [so_far for so_far in tried if so_far[-1].step.peak_bytes <= limit]
     if not held:
-        raise _infeasible(budget, limit, [point for so_far in tried for point in so_far])
+        raise _infeasible(budget, limit, [point for so_far in tried for point in so_far], offloads=len(tried) > 1)
     return min(held, key=lambda so_far: so_far[-1].cost_ms)
 
 
@@ -141,9 +136,9 @@ def _freed(candidate: Candidate, live: Collection[str]) -> int:
     return sum(value.bytes for value in candidate.saved if value.node.name in live)
 
 
-def _infeasible(budget: str | float, limit: int, tried: Sequence[FrontierPoint]) -> OrtAccelError:
+def _infeasible(budget: str | float, limit: int, tried: Sequence[FrontierPoint], offloads: bool) -> OrtAccelError:
     least = min(point.step.peak_bytes for point in tried)
-    moved = " or moved" if any(point.chosen.moved for point in tried) else ""
+    moved = " or moved" if offloads else ""
     first = tried[0].step
     smallest = (
         f"{-(-least * 100 // first.peak_bytes) / 100}" if isinstance(budget, float) else f"{-(-least // 2**20)}MiB"

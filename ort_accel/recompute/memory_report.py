@@ -16,7 +16,7 @@ from ort_accel.recompute.plans import PlanOption, PlanRequest, RecomputeSite
 from ort_accel.recompute.saved_values import SavedValue, total_bytes
 
 INPUTS, STATES, GRADIENTS = "parameters, buffers, inputs", "optimizer states", "gradients"
-SAVED, TEMPORARY, UNUSED = "kept for the backward", "temporaries", "unused in ONNX Runtime's pool"
+SAVED, TEMPORARY = "kept for the backward", "temporaries"
 
 
 def memory_stages(step: StepMemory, layer_of: Mapping[fx.Node, int], layers: int) -> list[MemoryStage]:
@@ -26,7 +26,7 @@ def memory_stages(step: StepMemory, layer_of: Mapping[fx.Node, int], layers: int
     live = {name for stage in step.stages for name in stage.live if original.get(name) in layer}
     index = {name: layer[original[name]] for name in live}
     parts = {name: f"{SAVED}: {_layer_name(index[name], layers)}" for name in sorted(live, key=index.__getitem__)}
-    purposes = [INPUTS, STATES, GRADIENTS, *dict.fromkeys(parts.values()), TEMPORARY, UNUSED]
+    purposes = [INPUTS, STATES, GRADIENTS, *dict.fromkeys(parts.values()), TEMPORARY]
     return [MemoryStage(stage.phase, _bytes_by_purpose(stage, step, parts, purposes)) for stage in step.stages]
 
 
@@ -38,7 +38,6 @@ def _bytes_by_purpose(
     stage: StageMemory, step: StepMemory, saved: Mapping[str, str], purposes: Iterable[str]
 ) -> dict[str, int]:
     found = dict.fromkeys(purposes, 0) | {INPUTS: step.input_bytes, STATES: step.state_bytes}
-    found[UNUSED] = stage.ort_held_bytes - stage.ort_live_bytes
     for name, size in stage.live.items():
         found[GRADIENTS if name in step.gradients else saved.get(name, TEMPORARY)] += size
     return found

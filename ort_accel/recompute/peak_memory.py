@@ -1,27 +1,23 @@
 """Predicts the memory of a training step: the live values of each segment, and the peak.
 
-A segment of ONNX Runtime holds its inputs until it ends, while PyTorch frees a value after its last reader. Sizes are
-those that the graph was captured with.
+A segment of ONNX Runtime holds its inputs until it ends, but a value of the forward that only calls of kernels read in
+the backward is free after its last reader, as in PyTorch. Sizes are those that the graph was captured with.
 
-ONNX Runtime and PyTorch each have a memory pool, and neither allocates from the other's free memory. ONNX Runtime's
-arena keeps its highest size unless it is shrunk. The peak of a step is then the sum of both pools' peaks. On a CUDA
-device both can share PyTorch's pool.
+ONNX Runtime and PyTorch allocate from the same memory and free a value's memory there. On a CUDA device whose provider
+has an arena of its own, a step takes more than is predicted here, since an arena keeps free chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from math import inf
 
 from torch import fx
 from torch.fx.node import Argument
 
-from ort_accel.executor.ort_segment import ort_results_lie_in_pool
 from ort_accel.executor.reuse_operands import is_reusable, replaceable
-from ort_accel.executor.torch_segment import torch_result_lies_in_pool
 from ort_accel.graph.nodes import is_getitem, is_view, output_bytes, output_nodes_of, returned, writes
 from ort_accel.kernels.bit_mask import own as bits
 from ort_accel.kernels.host_copies import is_on_host, own
@@ -30,7 +26,7 @@ from ort_accel.partition.segments import Cut
 from ort_accel.partition.split_at_gradients import Gradients
 from ort_accel.recompute.backward_gradients import gradient_sources
 from ort_accel.recompute.joint_graph import is_tensor, storage_owner, tensor_inputs
-from ort_accel.recompute.memory_pools import WORKSPACE, Moment, Pools
+from ort_accel.recompute.live_memory import WORKSPACE, LiveMemory, Moment
 from ort_accel.reporting import Runner
 
 Cutter = Callable[[fx.GraphModule, Gradients], list[Cut]]
@@ -43,35 +39,12 @@ UPDATE_TEMPORARIES = 2
 
 
 @dataclass(frozen=True)
-class PoolBehaviour:
-    """Behaviour of the memory pools during a step."""
-
-    shrinks: bool = False
-    """ONNX Runtime's arena is shrunk after the forward and after the backward."""
-    shrinks_each_time: bool = False
-    """The arena is shrunk after each segment, too."""
-    pool_from: float = 0
-    """Results of this many bytes or more lie in ONNX Runtime's arena; its smaller results lie in PyTorch's memory."""
-    shared: bool = False
-    """ONNX Runtime allocates from PyTorch's pool and frees memory there."""
-    steps_early: bool = False
-    """The optimizer consumes gradients as soon as the segment that computes them has run."""
-
-    @property
-    def keeps(self) -> bool:
-        """True if ONNX Runtime's arena keeps its highest size for all steps."""
-        return not self.shrinks and not self.shared
-
-
-@dataclass(frozen=True)
 class StageMemory:
     """The highest moment of a segment, or of the optimizer's update."""
 
     phase: str
     live: Mapping[str, int]
     """Bytes of each live value, by the name of its storage owner."""
-    ort_live_bytes: int
-    ort_held_bytes: int
 
 
 @dataclass
@@ -85,10 +58,8 @@ class StepMemory:
     saved: frozenset[str] = frozenset()
     """Names of the values that are saved for the backward."""
     gradients: frozenset[str] = frozenset()
-    transient_bytes: int = 0
-    """The peak without the resident bytes."""
-    peaks: list[Moment] = field(default_factory=list)
-    """The moments that determine the peak."""
+    peak: Moment = field(default_factory=lambda: Moment({}, 0))
+    """The moment at which the values that come and go take most memory."""
     stages: list[StageMemory] = field(default_factory=list)
     """The segments in the order of execution, and last the optimizer's update."""
     original: dict[str, str] = field(default_factory=dict)
@@ -103,8 +74,8 @@ class StepMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that are held during the step."""
-        return self.resident_bytes + self.transient_bytes
+        """The most bytes that are live during the step."""
+        return self.resident_bytes + self.peak.bytes
 
 
 def predict_step(
@@ -112,21 +83,20 @@ def predict_step(
     backward: fx.GraphModule,
     num_outputs: int,
     cutter: Cutter,
-    holding: PoolBehaviour,
+    steps_early: bool = False,
 ) -> StepMemory:
     """Predict the memory of a step of these graphs, which are changed.
 
-    The caller keeps the first `num_outputs` outputs of the forward; the others are saved for the backward.
+    The caller keeps the first `num_outputs` outputs of the forward; the others are saved for the backward. With
+    `steps_early` the optimizer consumes gradients as soon as the segment that computes them has run.
     """
     inputs = forward.graph.find_nodes(op="placeholder")
     trained = [node for node, gradient in zip(inputs, returned(backward.graph), strict=False) if gradient is not None]
-    early = gradient_sources(forward, backward, num_outputs) if holding.steps_early else ()
-    pools = Pools(holding.shared)
+    early = gradient_sources(forward, backward, num_outputs) if steps_early else ()
+    memory = LiveMemory()
     state_bytes = OPTIMIZER_STATES_PER_PARAMETER * sum(map(output_bytes, trained))
     step = StepMemory(sum(map(output_bytes, inputs)), state_bytes)
-    step.stages += _PassSimulation(forward, {}, set(), holding).stages("forward", pools, cutter(forward, ()))
-    if holding.shrinks:
-        pools.shrink()
+    step.stages += _PassSimulation(forward, {}, set()).stages("forward", memory, cutter(forward, ()))
     results = returned(forward.graph)
     owners = {node.name: storage_owner(node).name for node in results if isinstance(node, fx.Node)}
     outputs = {owners[node.name] for node in results[:num_outputs] if isinstance(node, fx.Node)}
@@ -135,20 +105,14 @@ def predict_step(
     known = {node.name for node in inputs}.union(owners)
     for tangent in backward.graph.find_nodes(op="placeholder"):
         if is_tensor(tangent) and tangent.name not in known:
-            pools.add(tangent.name, output_bytes(tangent), Runner.PYTORCH)
-    simulation = _PassSimulation(backward, owners, outputs, holding, early)
-    step.stages += simulation.stages("backward", pools, cutter(backward, early))
+            memory.add(tangent.name, output_bytes(tangent))
+    simulation = _PassSimulation(backward, owners, outputs, early)
+    step.stages += simulation.stages("backward", memory, cutter(backward, early))
     gradients = (node for node in returned(backward.graph) if isinstance(node, fx.Node))
     step.gradients = frozenset(map(simulation.storage, gradients))
-    if holding.shrinks:
-        pools.shrink()
-    pools.add(WORKSPACE, UPDATE_TEMPORARIES * max(map(output_bytes, trained), default=0), Runner.PYTORCH)
-    step.stages.append(_stage("optimizer", pools))
-    step.peaks = [pools.joint_peak] if holding.shared else [*pools.peaks.values(), pools.joint_peak]
-    step.transient_bytes = pools.joint_peak.bytes
-    if holding.keeps:
-        step.transient_bytes = sum(moment.bytes for moment in pools.peaks.values())
-        step.stages = [replace(stage, ort_held_bytes=pools.peaks[Runner.ORT].bytes) for stage in step.stages]
+    memory.add(WORKSPACE, UPDATE_TEMPORARIES * max(map(output_bytes, trained), default=0))
+    step.stages.append(StageMemory("optimizer", memory.live))
+    step.peak = memory.peak
     return step
 
 
@@ -175,12 +139,11 @@ class _PassSimulation:
         module: fx.GraphModule,
         owners: Mapping[str, str],
         outputs: Collection[str],
-        holding: PoolBehaviour,
         early: Gradients = (),
     ) -> None:
         """`owners` names the storage owner of each input. The caller keeps `outputs`. Outputs with an early gradient
         are freed after the segment that computes them."""
-        self._owners, self._holding = owners, holding
+        self._owners = owners
         results = returned(module.graph)
         freed = [node for node, source in zip(results, early, strict=False) if source is not None]
         self._freed_early = {self.storage(node) for node in freed if isinstance(node, fx.Node)}
@@ -194,37 +157,42 @@ class _PassSimulation:
         name = storage_owner(node).name
         return self._owners.get(name, name)
 
-    def stages(self, phase: str, pools: Pools, cuts: list[Cut]) -> Iterator[StageMemory]:
-        """Yields the highest moment of each segment, and updates the pools meanwhile."""
+    def stages(self, phase: str, memory: LiveMemory, cuts: list[Cut]) -> Iterator[StageMemory]:
+        """Yields the highest moment of each segment, and updates the memory meanwhile."""
         computed = {item.name: cut for cut in cuts for node in cut.nodes for item in _allocated(node)}
         self._overwritable = {node.name for cut in cuts for node in cut.nodes if is_reusable(node, cut.runner)}
         self._last_reader = {name: computed[name] for name in self._freed_early if name in computed}
         self._last_reader |= {
             self.storage(item): cut for cut in cuts for node in cut.nodes for item in tensor_inputs(node)
         }
-        pools.drop([name for name in pools if self._is_dead(name)])
+        memory.drop([name for name in memory if self._is_dead(name)])
         intervals, position = self._liveness(cuts), count()
         for cut in cuts:
             reader = {self.storage(item): node for node in cut.nodes for item in tensor_inputs(node)}
-            inputs = set(pools) if cut.runner is Runner.ORT else set()
-            in_pytorch = self._in_pytorch(cut)
-            highest = _stage(phase, pools)
-            most = self._compared_bytes(pools)
+            inputs = self._held_inputs(phase, cut, memory)
+            highest, most = StageMemory(phase, memory.live), memory.bytes
             for node in cut.nodes:
-                pools.is_used = partial(_is_live_at, intervals, next(position))
+                memory.is_used = partial(_is_live_at, intervals, next(position))
                 read = dict.fromkeys(map(self.storage, tensor_inputs(node)))
                 dead = [name for name in read if self._dies_in(name, cut) and name not in inputs]
                 dead = [name for name in dead if reader[name] is node]
-                workspace = self._run(node, cut, dead, in_pytorch, pools)
-                if self._compared_bytes(pools) > most:
-                    highest, most = _stage(phase, pools), self._compared_bytes(pools)
+                workspace = self._run(node, cut, dead, memory)
+                if memory.bytes > most:
+                    highest, most = StageMemory(phase, memory.live), memory.bytes
                 unread = [item.name for item in _allocated(node) if self._is_dead(item.name)]
-                pools.drop([*workspace, *dead, *unread])
-            pools.drop([name for name in inputs | self._freed_early if self._dies_in(name, cut)])
-            if self._holding.shrinks_each_time:
-                pools.shrink()
+                memory.drop([*workspace, *dead, *unread])
+            memory.drop([name for name in inputs | self._freed_early if self._dies_in(name, cut)])
             yield highest
-        pools.is_used = Moment.is_used
+        memory.is_used = Moment.is_used
+
+    def _held_inputs(self, phase: str, cut: Cut, memory: LiveMemory) -> set[str]:
+        """Returns the inputs that a segment holds until it ends."""
+        if cut.runner is Runner.PYTORCH:
+            return set()
+        if phase == "forward":
+            return set(memory)
+        readers = (node for node in cut.nodes if node not in cut.called)
+        return {self.storage(item) for node in readers for item in tensor_inputs(node)}.intersection(memory)
 
     def _liveness(self, cuts: Iterable[Cut]) -> dict[str, tuple[int, int]]:
         """Returns the positions of the first and the last operator that computes or reads each value."""
@@ -233,10 +201,6 @@ class _PassSimulation:
             values = [] if is_view(node) or is_getitem(node) else [*_allocated(node), *tensor_inputs(node)]
             found |= {name: (found.get(name, (position,))[0], position) for name in map(self.storage, values)}
         return found
-
-    def _compared_bytes(self, pools: Pools) -> int:
-        """Returns the bytes by which moments of a segment are compared."""
-        return pools.torch_live_bytes if self._holding.keeps else pools.live_bytes
 
     def _is_dead(self, name: str) -> bool:
         """True if no segment reads a value and nobody keeps it."""
@@ -250,44 +214,36 @@ class _PassSimulation:
         """True if a value is computed by a segment and dies in it."""
         return self._dies_in(name, cut) and name not in self._freed_early
 
-    def _run(
-        self, node: fx.Node, cut: Cut, dead: Collection[str], in_pytorch: Collection[str], pools: Pools
-    ) -> list[str]:
+    def _run(self, node: fx.Node, cut: Cut, dead: Collection[str], memory: LiveMemory) -> list[str]:
         """Allocate the results and the workspace of an operator, and return the names of the workspace.
 
-        The operator is the last reader of the `dead` values. Results `in_pytorch` lie in PyTorch's memory.
+        The operator is the last reader of the `dead` values.
         """
-        before, beside = workspace_bytes(node, cut.runner)
+        before, beside = workspace_bytes(node, Runner.PYTORCH if node in cut.called else cut.runner)
+        if node in cut.copied:
+            beside = [*beside, output_bytes(node)]
         sizes = {f"{WORKSPACE} {number}": size for number, size in enumerate([*before, *beside])}
         for name, size in sizes.items():
-            pools.add(name, size, cut.runner)
-        pools.drop([*sizes][: len(before)])
+            memory.add(name, size)
+        memory.drop([*sizes][: len(before)])
         workspace = [*sizes][len(before) :]
-        if (operand := self._overwritten(node, cut, dead, pools)) is not None:
-            pools.replace(operand, node.name)
+        if (operand := self._overwritten(node, cut, dead, memory)) is not None:
+            memory.replace(operand, node.name)
             return workspace
         for item in _allocated(node):
-            pools.add(item.name, output_bytes(item), Runner.PYTORCH if item.name in in_pytorch else Runner.ORT)
+            memory.add(item.name, output_bytes(item))
         return workspace
 
-    def _overwritten(self, node: fx.Node, cut: Cut, dead: Collection[str], pools: Pools) -> str | None:
+    def _overwritten(self, node: fx.Node, cut: Cut, dead: Collection[str], memory: LiveMemory) -> str | None:
         """Returns the dead operand that an operator overwrites with its result, if it does."""
+        if node in cut.called:
+            return None
         if cut.runner is Runner.PYTORCH:
             names = (self.storage(operand) for operand in replaceable(node))
             return next((name for name in names if name in dead and name in self._overwritable), None)
         if not facts(node).ort_reuses_input or not self._is_internal(node.name, cut):
             return None
-        return next((name for name in dead if pools.ort_size(name) == output_bytes(node)), None)
-
-    def _in_pytorch(self, cut: Cut) -> set[str]:
-        """Returns the results of a segment that lie in PyTorch's memory."""
-        results = [item for node in cut.nodes for item in _allocated(node)]
-        if cut.runner is Runner.PYTORCH:
-            return {
-                item.name for item in results if self._holding.pool_from == inf or not torch_result_lies_in_pool(item)
-            }
-        outputs = [item for item in results if not self._is_internal(item.name, cut) and not self._is_dead(item.name)]
-        return set() if ort_results_lie_in_pool(outputs, self._holding.pool_from) else {item.name for item in outputs}
+        return next((name for name in dead if memory.size(name) == output_bytes(node)), None)
 
 
 def workspace_bytes(node: fx.Node, runner: Runner) -> tuple[list[int], list[int]]:
@@ -304,10 +260,6 @@ def _is_live_at(intervals: Mapping[str, tuple[int, int]], position: int, name: s
     """True if the operator at a position lies in the liveness interval of a value."""
     first, last = intervals.get(name, (0, -1))
     return first <= position <= last
-
-
-def _stage(phase: str, pools: Pools) -> StageMemory:
-    return StageMemory(phase, pools.live, pools.ort_live_bytes, pools.ort_held_bytes)
 
 
 def _allocated(node: fx.Node) -> list[fx.Node]:

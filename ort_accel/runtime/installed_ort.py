@@ -134,6 +134,8 @@ def _session(
     import onnxruntime
 
     settings = onnxruntime.SessionOptions()
+    # In a build for training the first session decides for all whether they have an arena.
+    settings.enable_cpu_mem_arena = False
     settings.log_severity_level = _FATAL
     settings.intra_op_num_threads = 1
     providers = [(provider, dict(options or {}))]

@@ -14,7 +14,7 @@ from ort_accel.errors import OrtAccelError
 from ort_accel.native.library import LIBRARY_FILE, native_library
 from ort_accel.runtime.cuda import DISABLE_SYNCHRONIZATION, PROVIDER, stream_order
 from ort_accel.runtime.device import CPU, ExecutionDevice
-from ort_accel.runtime.dlpack import OrtValue, OrtValues, to_ort, to_torch
+from ort_accel.runtime.dlpack import OrtValue, OrtValues, to_torch
 from ort_accel.runtime.import_ort import native as ort
 from ort_accel.runtime.import_ort import onnxruntime
 from ort_accel.runtime.openmp import pause_openmp
@@ -24,9 +24,6 @@ DISABLED_OPTIMIZERS = ["MatMulScaleFusion"]
 
 LOG_ERRORS, LOG_FATAL = 3, 4
 """Severities of ONNX Runtime's log. Its warnings, such as on unused initializers, are of no use to a user."""
-
-SHRINKAGE, CPU_POOL = "memory.enable_memory_arena_shrinkage", "cpu:0"
-"""An entry of a run's options, and its value: the run ends by returning the pool's unused memory to the system."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +39,6 @@ class SessionSettings:
     """The device that sessions compute on."""
     refuse_cpu_nodes: bool = field(default=False, repr=False)
     """On a CUDA device, refuse a model that needs the CPU for some of its nodes."""
-    shrinks: bool = field(default=False, repr=False)
-    """On the CPU, return the pool's unused memory to the system after each run.
-
-    Only with a C library that joins freed blocks: otherwise fragmentation takes more memory than the pool returns.
-    """
 
     def options(self) -> onnxruntime.SessionOptions:
         """Returns the SessionOptions for these settings."""
@@ -59,14 +51,15 @@ class SessionSettings:
         options.graph_optimization_level = level.ORT_ENABLE_ALL if self.optimize else level.ORT_DISABLE_ALL
         # Threads do not spin while they wait, since they would compete with PyTorch's threads for the cores.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        # On the CPU no block is planned for all temporaries of a segment: such blocks fragment the shared pool. On a
-        # CUDA device one planned block saves the host's time, which small kernels wait for.
-        options.enable_mem_pattern = self.place.is_cuda
-        # On the CPU values do not reuse each other's memory by plan: the plan holds memory between its uses, and the
-        # pool does not.
-        options.enable_mem_reuse = self.place.is_cuda
-        # All sessions of the process share one memory pool.
-        options.add_session_config_entry("session.use_env_allocators", "1")
+        # On the CPU each value has memory of the C library, as PyTorch's tensors have, from its first use to its last.
+        # A plan or an arena would hold it longer. On a CUDA device one planned block saves the host's time, which small
+        # kernels wait for, and all sessions share one arena.
+        options.enable_cpu_mem_arena = False
+        # Operators run in the order of the graph. By default, recomputation would run long before it is read.
+        options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+        options.enable_mem_pattern = options.enable_mem_reuse = self.place.is_cuda
+        if self.place.is_cuda:
+            options.add_session_config_entry("session.use_env_allocators", "1")
         # NaN, infinities and denormals must equal those of eager PyTorch.
         options.add_session_config_entry("session.set_denormal_as_zero", "0")
         if native_library() is not None:
@@ -76,28 +69,20 @@ class SessionSettings:
         return options
 
 
-def share_memory_pool(place: ExecutionDevice) -> None:
-    """Register the memory pools of all sessions. They grow by the size asked for, not by powers of two."""
-    _share("Cpu", 0)  # for every device, since the CPU computes at least the sizes
-    if place.is_cuda and not place.torch_memory:
-        _share("Cuda", place.index, int(dict(place.options).get("gpu_mem_limit", 0)))
+_WITH_ARENA: set[int] = set()
+"""The CUDA devices with an arena; a second one cannot be registered."""
 
 
-_SHARED: set[tuple[str, int]] = set()
-"""The devices with a pool; a second pool cannot be registered."""
-
-
-def _share(device: str, index: int, limit: int = 0) -> None:
-    if (device, index) in _SHARED:
+def share_arena(place: ExecutionDevice) -> None:
+    """Register the arena of all sessions on a CUDA device. It grows by the size asked for, not by powers of two."""
+    if not place.is_cuda or place.torch_memory or place.index in _WITH_ARENA:
         return
-    _SHARED.add((device, index))
+    _WITH_ARENA.add(place.index)
+    limit = int(dict(place.options).get("gpu_mem_limit", 0))
     arena, default = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
-    memory = onnxruntime.OrtMemoryInfo(device, arena, index, default)
+    memory = onnxruntime.OrtMemoryInfo("Cuda", arena, place.index, default)
     growth = onnxruntime.OrtArenaCfg({"arena_extend_strategy": 1} | ({"max_mem": limit} if limit else {}))
-    if device == "Cpu":
-        onnxruntime.create_and_register_allocator(memory, growth)
-    else:
-        onnxruntime.create_and_register_allocator_v2(PROVIDER, memory, {"device_id": str(index)}, growth)
+    onnxruntime.create_and_register_allocator_v2(PROVIDER, memory, {"device_id": str(place.index)}, growth)
 
 
 def _create(
@@ -141,7 +126,7 @@ class Session:
         optimized_path: Path | None = None,
     ) -> None:
         """Create the session. ONNX Runtime writes its optimized model to `optimized_path`, if given."""
-        share_memory_pool(settings.place)
+        share_arena(settings.place)
         options = settings.options()
         if optimized_path is not None:
             options.optimized_model_filepath = str(optimized_path)
@@ -153,20 +138,18 @@ class Session:
         self._devices = [settings.place.ort_device()] * len(outputs)
         self._options = onnxruntime.RunOptions()
         self._options.log_severity_level = LOG_FATAL  # PyTorch repeats a run that fails, and reports the error
-        if settings.shrinks:
-            self._options.add_run_config_entry(SHRINKAGE, CPU_POOL)
         if settings.place.is_cuda:  # PyTorch's next work is ordered by the stream
             self._options.add_run_config_entry(DISABLE_SYNCHRONIZATION, "1")
             # A run frees its pinned memory in a callback of the stream. If that callback held the last reference to the
             # session's allocator, it would call CUDA, which ends the process. So the session waits for all runs.
             weakref.finalize(self, settings.place.settle)
 
-    def __call__(self, feeds: Sequence[OrtValue], into: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """Run on these inputs, in the order of `inputs`. Returns `into` with the results, or new tensors without it."""
-        given, results = _vector(feeds), _vector(map(to_ort, into))
+    def __call__(self, feeds: Sequence[OrtValue]) -> list[torch.Tensor]:
+        """Run on these inputs, in the order of `inputs`."""
+        given, results = _vector(feeds), ort.OrtValueVector()
         with self._alternating_with_torch():
             self._run(self._options, self._inputs, given, self._outputs, results, self._devices)
-        return list(into) or to_torch(results, len(self._outputs))
+        return to_torch(results, len(self._outputs))
 
     def _alternating_with_torch(self) -> AbstractContextManager[None]:
         """Returns a context for a run that orders it with PyTorch's work, or pauses PyTorch's threads."""

@@ -48,7 +48,7 @@ class ModelFolder:
 class Run(Protocol):
     """A callable that runs a model."""
 
-    def __call__(self, feeds: Sequence[OrtValue], into: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+    def __call__(self, feeds: Sequence[OrtValue]) -> list[torch.Tensor]:
         """Run on these inputs, and write the results into `into` if it is given."""
 
 
@@ -133,12 +133,12 @@ class _JournaledSession:
         self._session, self._attempt = session, attempt
         self._later_runs: AbstractContextManager[None] | None = None
 
-    def __call__(self, feeds: Sequence[OrtValue], into: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+    def __call__(self, feeds: Sequence[OrtValue]) -> list[torch.Tensor]:
         if self._later_runs is not None:
             with self._later_runs:
-                return self._session(feeds, into)
+                return self._session(feeds)
         with self._attempt.first_use():
-            results = self._session(feeds, into)
+            results = self._session(feeds)
         self._attempt.succeeded()
         self._later_runs = self._attempt.later_runs()
         return results

@@ -128,7 +128,7 @@ def broken_session(monkeypatch):
     """ONNX Runtime fails on every run; how often it was asked."""
     asked = []
 
-    def fail(self, feeds, into=()):
+    def fail(self, feeds):
         asked.append(len(feeds))
         raise RuntimeError("out of memory, say")
 

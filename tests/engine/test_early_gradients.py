@@ -69,7 +69,7 @@ def train(model, in_backward, steps=6):
 
 
 def test_updates_within_the_backward_are_those_of_a_step_behind_it(tower):
-    eager, late = copy.deepcopy(tower), ort_accel.accelerate(copy.deepcopy(tower), {"compute": {"native": False}})
+    eager, late = copy.deepcopy(tower), ort_accel.accelerate(copy.deepcopy(tower), {"compute": {"placement": "fixed"}})
     expected, usual, losses = train(eager, False), train(late, False), train(early(tower), True)
     assert losses == usual == pytest.approx(expected, rel=1e-4)
     for ours, theirs in zip(tower.parameters(), late.parameters(), strict=True):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -60,7 +59,7 @@ def segment(function: Function) -> tuple[PyTorchSegment, dict[fx.Node, fx.Node]]
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
     wanted = list(module.graph.output_node().args[0])
     body = Body(module.graph.find_nodes(op="placeholder"), nodes)
-    return PyTorchSegment(body, wanted, module, pooled=True, dead_inputs=()), reusable_operands(nodes, wanted)
+    return PyTorchSegment(body, wanted, module, dead_inputs=()), reusable_operands(nodes, wanted)
 
 
 def inputs() -> tuple[Tensor, Tensor]:
@@ -123,11 +122,8 @@ ACROSS = {
 }
 
 
-@pytest.mark.parametrize("pool_from", [0, inf], ids=["results in the pool", "none in the pool"])
 @pytest.mark.parametrize("name", ACROSS)
-def test_what_another_segment_made_is_replaced_when_nobody_needs_it(
-    monkeypatch: pytest.MonkeyPatch, name: str, pool_from: float
-) -> None:
+def test_what_another_segment_made_is_replaced_when_nobody_needs_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     case = ACROSS[name]
     found: list[tuple[str, str]] = []
 
@@ -143,7 +139,7 @@ def test_what_another_segment_made_is_replaced_when_nobody_needs_it(
     module = make_fx(lambda *given: list(case.function(*given)), tracing_mode="fake")(*inputs())
     unwanted = frozenset(f"aten.{name}" for name in case.pytorch)
     lowering = Lowering(Sessions(SessionSettings(threads=1)), 20, Report(), unwanted=unwanted, for_speed=False)
-    program = lower_graph(module, replace(lowering, pool_from=pool_from), "forward 0")
+    program = lower_graph(module, lowering, "forward 0")
     for _ in range(2):
         given = inputs()
         torch.testing.assert_close(program(list(given)), list(case.function(*given)))

@@ -10,6 +10,7 @@ import ort_accel
 from ort_accel.eager.fallback import FallbackError
 from ort_accel.executor import build_model
 from ort_accel.reporting import Reason
+from ort_accel.runtime.session import Session
 from ort_accel.runtime.sessions import Sessions
 
 
@@ -21,6 +22,17 @@ class Small(nn.Module):
     def forward(self, x):
         hidden = torch.tanh(self.inner(x))
         return hidden.square().sum()
+
+
+class Normed(nn.Module):
+    """The session of its backward calls a kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
+
+    def forward(self, x):
+        return self.norm(self.inner(x)).pow(3).sum()
 
 
 def step(model, x):
@@ -89,3 +101,29 @@ def test_the_model_trains_on_around_it():
     expected = step(model, x)
     torch.testing.assert_close(step(ort_accel.accelerate(model, {"engine": {"fallback": "report"}}), x), expected)
     assert any(segment.runner == "onnxruntime" for segment in ort_accel.report(model).segments)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before a call has run", "after the calls have run"])
+def test_a_backward_that_fails_in_a_later_step(is_late, monkeypatch):
+    """PyTorch repeats it while its inputs are there. They are gone once the last call that reads them has run."""
+    model = Normed()
+    x = torch.randn(3, 4)
+    expected = step(model, x)
+    ort_accel.accelerate(model, {"engine": {"fallback": "report", "compare_with_eager": False}})
+    step(model, x)
+    loss, run = model(x), Session.__call__
+
+    def fail(self, feeds):
+        if is_late:
+            run(self, feeds)
+        raise RuntimeError("no memory left for a tensor")
+
+    monkeypatch.setattr(Session, "__call__", fail)
+    model.zero_grad()
+    if is_late:
+        with pytest.raises(RuntimeError, match="a backward failed in ONNX Runtime: no memory left for a tensor"):
+            loss.backward()
+        return
+    loss.backward()
+    torch.testing.assert_close((loss.detach(), *(parameter.grad for parameter in model.parameters())), expected)
+    assert any(item.reason is Reason.FAILED for item in ort_accel.report(model).fallbacks)

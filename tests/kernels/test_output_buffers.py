@@ -1,4 +1,4 @@
-"""Results of PyTorch's operators: the same bits, in ONNX Runtime's pool or in plain blocks."""
+"""Results of PyTorch's operators in plain blocks: the same bits."""
 
 from __future__ import annotations
 
@@ -29,22 +29,6 @@ from ort_accel.runtime.sessions import Sessions
 from tests.against_eager import step
 
 aten = torch.ops.aten
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The sizes of what was taken from the pool, of 32 KiB and more."""
-    sizes: list[tuple[int, ...]] = []
-    pooled = room.pooled_zeros
-
-    def take(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        sizes.append(tuple(size))
-        return pooled(size, dtype)
-
-    monkeypatch.setattr(room, "pooled_zeros", take)
-    monkeypatch.setattr(room, "POOL_LEAST_BYTES", 32 << 10)
-    monkeypatch.setattr(room, "LEAST_BYTES", 32 << 10)
-    return sizes
 
 
 @pytest.fixture
@@ -88,17 +72,16 @@ CASES: dict[str, Callable[[torch.dtype], tuple[Any, tuple[Any, ...]]]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_results_are_eagers_to_the_bit(taken: list[Any], name: str, dtype: torch.dtype) -> None:
+def test_results_are_eagers_to_the_bit(plain: list[Any], name: str, dtype: torch.dtype) -> None:
     target, args = CASES[name](dtype)
     expected = target(*args)
     for _ in range(2):  # the second time in memory that has been written to
-        found = room.with_buffer(target, pooled=True)(dtype, tuple(expected.shape), *args)
+        found = room.with_buffer(target)(dtype, tuple(expected.shape), *args)
         assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), dtype)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
         found.fill_(7)
         del found
-    large = expected.nbytes >= room.POOL_LEAST_BYTES
-    assert taken == [tuple(expected.shape)] * (2 if large else 0)
+    assert plain == [tuple(expected.shape)] * 2
 
 
 class WrittenIntoPlaces(TorchDispatchMode):
@@ -118,7 +101,7 @@ class WrittenIntoPlaces(TorchDispatchMode):
         if expected.ndim and expected.is_contiguous():  # no result without dimensions is large
             after = torch.get_rng_state()
             torch.set_rng_state(before)
-            found = room.with_buffer(func, pooled=False)(expected.dtype, tuple(expected.shape), *args, **kwargs)
+            found = room.with_buffer(func)(expected.dtype, tuple(expected.shape), *args, **kwargs)
             self.seen[func] += 1
             is_same = found.shape == expected.shape and found.dtype == expected.dtype and found.is_contiguous()
             if not is_same or not torch.equal(torch.get_rng_state(), after) or not _equal(found, expected):
@@ -202,32 +185,6 @@ def steps_of_a_head(in_pytorch: Sequence[str], memory: dict[str, Any], noted: li
         yield rows
 
 
-@pytest.mark.parametrize("memory", [{}, {"level": 1}], ids=["for speed", "memory is saved"])
-def test_a_model_takes_memory_from_the_pool_unless_it_is_to_be_held(taken: list[Any], memory: dict[str, Any]) -> None:
-    for rows in steps_of_a_head(HEAD, memory, taken):
-        is_pooled = not memory and rows * 300 * 4 >= room.POOL_LEAST_BYTES
-        assert taken.count((rows, 300)) == (3 if is_pooled else 0), "scores, logarithms, the gradient"
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_an_evaluation_takes_it_with_and_without_gradients(taken: list[Any], grad: bool) -> None:
-    class Best(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(16, 300, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(x).argmax(-1)
-
-    eager = Best().eval()
-    config = {"compute": {"native": False}, "engine": {"run_in_pytorch": HEAD}, "observe": {"log_level": "error"}}
-    ours = ort_accel.accelerate(copy.deepcopy(eager), config)
-    with torch.set_grad_enabled(grad):
-        x = torch.randn(64, 16)
-        assert torch.equal(ours(x), eager(x))
-    assert taken == [(64, 300)]
-
-
 class ByOther:
     """Something that computes every product in its own way."""
 
@@ -242,7 +199,7 @@ class ByOther:
         return left @ right
 
 
-def test_a_faster_way_for_an_operator_goes_before_the_pool(taken: list[Any]) -> None:
+def test_a_faster_way_for_an_operator_goes_before_a_buffer(plain: list[Any]) -> None:
     def function(left: Tensor, right: Tensor) -> list[Tensor]:
         return [torch.mm(left, right)]
 
@@ -255,21 +212,19 @@ def test_a_faster_way_for_an_operator_goes_before_the_pool(taken: list[Any]) -> 
         Report(),
         unwanted=frozenset({"aten.mm"}),
         products=other,
-        pool_from=room.POOL_LEAST_BYTES,
     )
     [result] = lower_graph(traced, settings, "forward 0")(list(operands))
     torch.testing.assert_close(result, function(*operands)[0])
     assert other.calls == 1
-    assert not taken
+    assert not plain
 
 
 @pytest.mark.parametrize("gaps", [True, False])
 @pytest.mark.parametrize("memory", [{}, {"level": 1}], ids=["for speed", "memory is saved"])
-def test_other_results_lie_in_plain_blocks_where_pytorch_would_leave_gaps(
+def test_results_lie_in_plain_blocks_where_pytorch_would_leave_gaps(
     plain: list[tuple[int, ...]], memory: dict[str, Any], gaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "fragments_heap", lambda: gaps)
     for rows in steps_of_a_head([*HEAD, "aten.addmm"], memory, plain):
-        expected_places = 0 if not gaps else 2 if memory else 3
-        assert plain.count((rows, 300)) == expected_places, "scores, logarithms, and the gradient by its own way"
+        assert plain.count((rows, 300)) == (2 if gaps else 0), "scores and logarithms"
         assert plain.count((rows, 16)) >= (1 if gaps else 0), "of the body"

@@ -60,19 +60,18 @@ def test_a_contiguous_tensor_is_not_copied():
 def addresses(results):
     """Put how many tensors reuse freed blocks of their size, with live blocks between them."""
     disable_trimming()
-    stays = []
+    stays, first = [], []
 
     def taken():
-        found = []
-        for _ in range(32):
-            found.append(empty_in_heap((LEAST_BYTES // 4 + 5,), torch.float32))
-            stays.append(bytearray(600))
-        return found
+        return empty_in_heap((LEAST_BYTES // 4 + 5,), torch.float32)
 
-    first = taken()
+    for _ in range(32):
+        first.append(taken())
+        stays.append(bytearray(600))
     places = {tensor.data_ptr() for tensor in first}
-    del first
-    results.put(len(places.intersection(tensor.data_ptr() for tensor in taken())))
+    first.clear()
+    second = [taken() for _ in places]
+    results.put(len(places.intersection(tensor.data_ptr() for tensor in second)))
 
 
 def test_a_freed_block_is_reused_for_the_next_tensor():

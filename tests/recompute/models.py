@@ -16,7 +16,7 @@ from tests.against_eager import Trace, step
 
 NAMES = ("bert", "gpt2", "llama", "t5")
 
-OWN_SEGMENTS = {"placement": "fixed", "native": False}
+OWN_SEGMENTS = {"placement": "fixed"}
 ALL_ROWS = {"density": {"labels": False, "padding": False}, "compute": {"upstream": False, **OWN_SEGMENTS}}
 """Settings with which BERT computes rows that its classifier does not read. Other models compute all rows."""
 

@@ -22,7 +22,7 @@ from ort_accel.memory_records import PlanKind
 from ort_accel.observe.memory_table import render_memory
 from ort_accel.recompute import offload, offload_schedule, planner
 from ort_accel.recompute.budget import MemoryPlan, frontier
-from ort_accel.recompute.memory_pools import Moment
+from ort_accel.recompute.live_memory import Moment
 from ort_accel.recompute.offload import OffloadSite
 from ort_accel.recompute.offload_schedule import (
     PassTiming,
@@ -243,7 +243,7 @@ def test_each_value_is_recomputed_or_offloaded_whichever_is_cheaper(again, moved
         assert not plan.packs_masks
         gone = plan.moved.union(node.name for node in plan.recomputed)
         live = {name: 1024 for name in again if name not in gone}
-        return StepMemory(0, 0, transient_bytes=16 * 2048, peaks=[Moment(live, sum(live.values()))])
+        return StepMemory(0, 0, peak=Moment(live, 16 * 2048))
 
     *_, last = frontier([candidates(again, moved)], (), predict)
     assert last.chosen.moved == names

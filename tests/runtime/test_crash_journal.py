@@ -58,11 +58,11 @@ def run_once(folder, dies_in, signal_number):
             die()
         original[0](self, model, *args, **kwargs)
 
-    def call(self, feeds, into=()):
+    def call(self, feeds):
         runs.append(self)
         if self.is_fatal and dies_in == {1: "run", 2: "later run"}.get(runs.count(self)):
             die()
-        return original[1](self, feeds, into)
+        return original[1](self, feeds)
 
     def die():
         if signal_number:

@@ -88,32 +88,32 @@ class Compute(Section):
     thrown away later are not computed."""
 
     placement: Literal["auto", "fixed", "onnxruntime"] = "auto"
-    """The runner of operators that both can run (cpu only). `auto` times the most frequent ones on either side, once in
-    a process, and large products at their own sizes. PyTorch then runs those that it runs faster on this machine, and
-    large products go to the faster of its libraries. `fixed` follows figures of one machine, so that every run divides
-    the work alike; so do `engine.deterministic` and the keys of `memory` that save memory. `onnxruntime` lets ONNX
-    Runtime run all it can. `tuning` measures each graph on its real sizes instead."""
+    """The kernels of operators that both can run (cpu only). `auto` times the most frequent ones on either side, once
+    in a process, and large products at their own sizes. PyTorch's kernels then run those that they run faster on this
+    machine. `fixed` follows figures of one machine, so that every run divides the work alike; so do
+    `engine.deterministic` and the keys of `memory` that save memory. `onnxruntime` lets ONNX Runtime run all it can.
+    `tuning` measures each graph on its real sizes instead."""
 
     native: Annotated[bool, Row("PyTorch's kernels are called from ONNX Runtime's sessions")] = True
     """Let ONNX Runtime run whole graphs: operators that it lacks, or runs slower, are calls of PyTorch's operators from
-    within its session (cpu only). Without the native library, with `false`, and with keys of `memory` that save memory,
-    PyTorch runs them between sessions."""
+    within its session (cpu only). Without the native library, and with `false`, PyTorch runs them between
+    sessions."""
 
     fusions: Switch = "auto"
     """Join neighbouring operators into one kernel. `auto` joins where that was measured to be faster; `false` helps to
     hunt a numerical difference."""
 
     attention: Literal["auto", "fused", "flash", "efficient", "products"] = "auto"
-    """How `scaled_dot_product_attention` runs. `fused` keeps it one node that PyTorch's own kernel runs, `flash` and
-    `efficient` insist on that variant, `products` writes it as matrix products and a softmax, which keeps it inside
-    ONNX Runtime. `auto` leaves that to PyTorch, and on CPU computes what a fused kernel would as tiles of products in
-    ONNX Runtime for as many tokens as a measurement says."""
+    """The kernel of `scaled_dot_product_attention`. `fused` keeps it one node that PyTorch's own kernel runs, `flash`
+    and `efficient` insist on that variant, `products` writes it as matrix products and a softmax, which keeps it inside
+    ONNX Runtime. `auto` leaves that to PyTorch. On the CPU without `native`, it computes attention over many tokens as
+    tiles of products in ONNX Runtime, if that is measured to be faster."""
 
     conv_algorithm: Annotated[
         Literal["default", "heuristic", "exhaustive"], cuda_only("exhaustive", "write heuristic")
     ] = "heuristic"
-    """How cuDNN picks convolution kernels (cuda only): `exhaustive` tries all on the first step, for vision models that
-    train long. It is an error for a model on the CPU."""
+    """The search of cuDNN for convolution kernels (cuda only): `exhaustive` tries all on the first step, for vision
+    models that train long. It is an error for a model on the CPU."""
 
     loss_only: Switch = "auto"
     """In training, compute the loss without keeping the logits when nobody reads them; and where the loss is outside

@@ -30,7 +30,7 @@ class LoadBalancing(Section):
     """Sort by cost within groups of so many samples instead of over the whole dataset, which keeps more randomness."""
 
     random_level: Annotated[float, Field(ge=0.0, le=1.0), NO_ROW] = 0.0
-    """How much noise to add to the cost before sorting: 0 balances best, 1 is close to random order."""
+    """The noise that is added to the cost before sorting: 0 balances best, 1 is close to random order."""
 
     seed: Annotated[int, Field(ge=0), NO_ROW] = 0
     """The seed of the shuffling; the same on every process."""

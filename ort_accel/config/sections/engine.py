@@ -112,7 +112,7 @@ class Engine(Section):
     onnx_prefix: Annotated[str, Field(pattern=r"^[\w.-]+$", max_length=100, examples=["ort_accel"]), NO_ROW] = (
         "ort_accel"
     )
-    """How the names of the files in `save_onnx` begin. Change it to tell several models in one folder apart."""
+    """The first part of the names of files in `save_onnx`. Change it to tell several models in one folder apart."""
 
     deterministic: Switch = "auto"
     """Make two runs with the same seed give the same bits. `auto` follows

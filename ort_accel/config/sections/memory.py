@@ -33,10 +33,10 @@ class Memory(Section):
     """Values that the forward keeps for the backward, and values that are recomputed."""
 
     level: Annotated[Literal["auto", 0, 1, 2], EXACT] = "auto"
-    """How much to recompute. 0 follows `plans` only. 1 recomputes everything within each transformer layer and keeps
-    the layers' inputs. 2 also keeps smaller-typed copies where a cast was there. `auto` keeps within `budget` at the
-    least cost; without a budget and plans it recomputes what costs next to nothing: norms, activations and arithmetic
-    (cpu only)."""
+    """The amount of recomputation. 0 follows `plans` only. 1 recomputes everything within each transformer layer and
+    keeps the layers' inputs. 2 also keeps smaller-typed copies where a cast was there. `auto` keeps within `budget` at
+    the least cost; without a budget and plans it recomputes what costs next to nothing: norms, activations and
+    arithmetic (cpu only)."""
 
     plans: Annotated[
         Plans,
@@ -73,8 +73,9 @@ class Memory(Section):
         ),
         NO_ROW,
     ] = _PROBE
-    """How far plans are searched for, `L:B`: L 0 goes through cheap operators only, 1 also through norms, softmax and
-    matrix products; B 1 ends a plan at the boundary of a transformer layer. Levels 1 and 2 always search with `1:1`."""
+    """The extent of the search for plans, `L:B`: L 0 goes through cheap operators only, 1 also through norms, softmax
+    and matrix products; B 1 ends a plan at the boundary of a transformer layer. Levels 1 and 2 always search with
+    `1:1`."""
 
     budget: Annotated[
         Budget | None,

@@ -55,15 +55,15 @@ class Observe(Section):
     """Logs, measurements and the report."""
 
     log_level: Annotated[Literal["verbose", "devinfo", "info", "warning", "error", "fatal"], NO_ROW] = "warning"
-    """How much is said. `warning` logs one line a model, with the share of its work that ONNX Runtime runs, and real
-    problems; `info` prints the feature table and each phase of set-up, too. These and `error` speak on rank 0 only;
-    `devinfo` speaks on every rank; `verbose` hides nothing of ONNX Runtime's own log."""
+    """The level of the log. `warning` logs one line a model, with the share of its work that ONNX Runtime runs, and
+    real problems; `info` prints the feature table and each phase of set-up, too. These and `error` speak on rank 0
+    only; `devinfo` speaks on every rank; `verbose` hides nothing of ONNX Runtime's own log."""
 
     memory_stats: Annotated[bool, Row("four phases of a step: the first ten steps, then at powers of two")] = False
     """Log memory before and after forward and backward: the first ten steps, then at powers of two."""
 
     metrics: Annotated[Literal["loggers", "history", "none"], NO_ROW] = "loggers"
-    """Where a Trainer's training log has the engine's figures (`ort/step_time`, `ort/tokens_per_s`, ...). `loggers`:
+    """The places of the engine's figures (`ort/step_time`, `ort/tokens_per_s`, ...) in a Trainer's logs. `loggers`:
     in the progress output and what the Trainer reports to. `history`: in `trainer.state.log_history` too, which
     checkpoints keep, although times of two runs differ. `none`: nowhere but in the report."""
 

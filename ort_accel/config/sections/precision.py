@@ -20,7 +20,7 @@ class CastPropagation(Section):
     rounding."""
 
     strategy: Annotated[Literal["flood_fill", "insert_and_reduce"], NO_ROW] = "flood_fill"
-    """How casts travel at level 2: `flood_fill` grows regions of the smaller type from the casts that exist;
+    """The way of casts at level 2: `flood_fill` grows regions of the smaller type from the casts that exist;
     `insert_and_reduce` adds casts around every operator in `allow` and then cancels neighbours, so that those compute
     in the smaller type, too, that single precision feeds."""
 

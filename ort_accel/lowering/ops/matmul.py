@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, Value
+from ort_accel.lowering.onnx_graph import MICROSOFT, NotLowerable, OnnxGraph, Operand, Value
 from ort_accel.lowering.registry import lowers
 
 aten = torch.ops.aten
@@ -13,7 +13,30 @@ aten = torch.ops.aten
 @lowers(aten.mm.default, aten.bmm.default)
 def product(graph: OnnxGraph, one: Operand, other: Operand) -> Value:
     refuse_empty_sum(one)
-    return graph.op("MatMul", one, other)
+    return _product(graph, one, other)
+
+
+def _product(graph: OnnxGraph, one: Operand, other: Operand) -> Value:
+    """Return a product, with the transposes of its operands in single precision."""
+    (left, trans_a), (right, trans_b) = map(_untransposed, (one, other))
+    if one.dtype != torch.float32 or not (trans_a or trans_b):
+        return graph.op("MatMul", one, other)
+    return graph.op("FusedMatMul", left, right, domain=MICROSOFT, transA=trans_a, transB=trans_b)
+
+
+def _untransposed(operand: Operand) -> tuple[Value, int]:
+    """Return what an operand is the transpose of, and 1 if it is one.
+
+    ONNX Runtime fuses transposes itself, but puts the new product behind all operators that were there before.
+    """
+    maker = operand.value.producer()
+    if maker is None or maker.op_type != "Transpose":
+        return operand.value, 0
+    swapped = list(range(len(operand.shape)))
+    swapped[-2:] = swapped[:-3:-1]
+    perm, source = maker.attributes.get("perm"), maker.inputs[0]
+    is_turned = perm is not None and list(perm.as_ints()) == swapped
+    return (source, 1) if source is not None and is_turned else (operand.value, 0)
 
 
 def refuse_empty_sum(one: Operand) -> None:
@@ -27,13 +50,14 @@ def addmm(graph: OnnxGraph, bias: Operand, one: Operand, other: Operand, beta: f
     if beta == 0 or (one.dtype == torch.float64 and (beta, alpha) != (1, 1)):  # Gemm keeps both in single precision
         return baddbmm(graph, bias, one, other, beta, alpha)
     refuse_empty_sum(one)
-    return graph.op("Gemm", one, other, bias, alpha=float(alpha), beta=float(beta))
+    (left, trans_a), (right, trans_b) = map(_untransposed, (one, other))
+    return graph.op("Gemm", left, right, bias, alpha=float(alpha), beta=float(beta), transA=trans_a, transB=trans_b)
 
 
 @lowers(aten.baddbmm.default)
 def baddbmm(graph: OnnxGraph, bias: Operand, one: Operand, other: Operand, beta: float = 1, alpha: float = 1) -> Value:
     refuse_empty_sum(one)
-    result = graph.op("MatMul", one, other)
+    result = _product(graph, one, other)
     if alpha != 1:
         result = graph.op("Mul", result, graph.scalar(alpha, graph.result.dtype))
     if beta == 0:
