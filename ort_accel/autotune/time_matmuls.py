@@ -42,10 +42,10 @@ LONG_FLOPS = 1 << 29
 """Operations from which on the state of caches and threads makes no difference."""
 
 MAX_TIMED_FLOPS = 1 << 31
-"""Of a product with more operations, a part is timed that is smaller along the largest dimension."""
+"""Operations of the largest product that is timed whole. A larger one is cut along its largest dimension."""
 
 MIN_TIMED_SIZE = 512
-"""Smallest matrix dimension of such a part."""
+"""Smallest matrix dimension of a part that is timed."""
 
 ROUNDS = 2
 

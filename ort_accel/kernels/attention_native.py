@@ -61,24 +61,24 @@ def _attention(pairs: Pairs, keep: float, scale: float) -> PackedAttention:
     sequences = [one for one in pairs.parsed.sequences if one.pairs]
     mask = _by_rows(pairs.mask) if pairs.mask is not None and any(one.masking == MASKED for one in sequences) else None
     kept = None if pairs.kept is None else pairs.kept.contiguous()
+    mask_strides, kept_strides = ((0, 0, 0, 0) if one is None else _strides(one) for one in (mask, kept))
     spans = [
         Span(
             one.queries.begin, one.queries.end, one.keys.begin, one.keys.end, one.masking,
-            mask_begin=0 if mask is None or one.masking != MASKED else _first_pair(one, mask),
-            kept_begin=0 if kept is None else _first_pair(one, kept),
+            mask_begin=0 if mask is None or one.masking != MASKED else _first_pair(one, mask, mask_strides),
+            kept_begin=0 if kept is None else _first_pair(one, kept, kept_strides),
         )
         for one in sequences
     ]  # fmt: skip
-    mask_strides, kept_strides = ((0, 0) if one is None else _strides(one)[1:3] for one in (mask, kept))
     bits = None if kept is None else _bits(kept)
-    return PackedAttention(spans, scale, 0, mask, mask_strides, bits, kept_strides, keep=keep or 1.0)
+    return PackedAttention(spans, scale, 0, mask, mask_strides[1:3], bits, kept_strides[1:3], keep=keep or 1.0)
 
 
-def _first_pair(sequence: PackedSequence, of_pairs: Tensor) -> int:
+def _first_pair(sequence: PackedSequence, of_pairs: Tensor, strides: Strides) -> int:
     """Returns the place of a sequence's first pair within a tensor of [batch, heads, queries, keys]."""
     _, _, queries, keys = of_pairs.shape
     first_query, first_key = sequence.queries.first % queries, sequence.keys.first % keys
-    batch, _, query, _ = _strides(of_pairs)
+    batch, _, query, _ = strides
     return sequence.number * batch + first_query * query + first_key
 
 

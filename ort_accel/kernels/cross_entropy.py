@@ -29,14 +29,24 @@ def _cross_entropy_backward(
     total_weight: Tensor,
 ) -> Tensor:
     """Returns the gradient of the logits, from their log-probabilities."""
-    if not takes(grad, log_probs, target, weight, total_weight):
-        return _by_pytorch(grad, log_probs, target, weight, reduction, ignore_index, total_weight)
-    log_probs, result = log_probs.contiguous(), torch.empty(log_probs.shape, dtype=log_probs.dtype)
-    labels = log_probs, target.contiguous(), weight if weight is None else weight.contiguous()
-    sizes = ignore_index, *log_probs.shape, ELEMENTS[log_probs.dtype]
-    divisor = total_weight if reduction == MEAN else None
-    run_kernel("nll_gradient", grad.contiguous(), int(reduction == NONE), *labels, divisor, *sizes, result)
-    return result
+    if takes(grad, log_probs, target, weight, total_weight):
+        log_probs, result = log_probs.contiguous(), torch.empty(log_probs.shape, dtype=log_probs.dtype)
+        rows = log_probs, target.contiguous(), weight if weight is None else weight.contiguous()
+        sizes = ignore_index, *log_probs.shape, ELEMENTS[log_probs.dtype]
+        divisor = total_weight if reduction == MEAN else None
+        run_kernel("nll_gradient", grad.contiguous(), int(reduction == NONE), *rows, divisor, *sizes, result)
+        return result
+    if log_probs.dtype in (torch.float16, torch.bfloat16):  # the second step rounds once, the formula each time
+        slope = aten.nll_loss_backward(grad, log_probs, target, weight, reduction, ignore_index, total_weight)
+        return aten._log_softmax_backward_data(slope, log_probs, 1, log_probs.dtype)  # type: ignore[no-any-return]
+    labels = target.long()
+    valid = labels != ignore_index
+    places = torch.where(valid, labels, 0)
+    slope = grad / total_weight if reduction == MEAN else grad
+    share = torch.where(valid, slope if weight is None else slope * weight[places], 0)
+    column, share = places.unsqueeze(1), share.unsqueeze(1)
+    softmax = log_probs.exp().mul_(share)
+    return softmax.scatter_(1, column, softmax.gather(1, column) - share)
 
 
 def takes(*operands: Tensor | None) -> bool:
@@ -46,29 +56,6 @@ def takes(*operands: Tensor | None) -> bool:
         return False
     types = {one.dtype for one in given}
     return torch.int64 in types and len(types) == 2 and not types.isdisjoint(ELEMENTS)
-
-
-def _by_pytorch(
-    grad: Tensor,
-    log_probs: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    total_weight: Tensor,
-) -> Tensor:
-    if log_probs.dtype in (torch.float16, torch.bfloat16):  # the second step rounds once, the formula each time
-        slope = aten.nll_loss_backward(grad, log_probs, target, weight, reduction, ignore_index, total_weight)
-        result: Tensor = aten._log_softmax_backward_data(slope, log_probs, 1, log_probs.dtype)
-        return result
-    labels = target.long()
-    valid = labels != ignore_index
-    places = torch.where(valid, labels, 0)
-    slope = grad / total_weight if reduction == MEAN else grad
-    share = torch.where(valid, slope if weight is None else slope * weight[places], 0)
-    column, share = places.unsqueeze(1), share.unsqueeze(1)
-    softmax = log_probs.exp().mul_(share)
-    return softmax.scatter_(1, column, softmax.gather(1, column) - share)
 
 
 define(

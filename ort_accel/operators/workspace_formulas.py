@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from ort_accel.graph.symbolic_sizes import hint, hinted_elements
 from ort_accel.kernels import attention_native
 from ort_accel.kernels.attention_packed import pairs_at_once
+from ort_accel.kernels.bit_mask import bytes_of
 
 
 def packed_attention(node: fx.Node) -> int:
@@ -48,7 +49,7 @@ def slim_attention(node: fx.Node) -> int:
 
 
 def _bits(kept: Tensor | None) -> int:
-    return 0 if kept is None else -(-hinted_elements(kept) // 8)
+    return 0 if kept is None else bytes_of(hinted_elements(kept))
 
 
 def _values(node: fx.Node) -> list[Any]:

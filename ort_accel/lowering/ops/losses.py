@@ -8,15 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ort_accel.graph.symbolic_sizes import Size
+from ort_accel.kernels.cross_entropy import MEAN, NONE
 from ort_accel.lowering.onnx_graph import Input, NotLowerable, OnnxGraph, Operand, Value
 from ort_accel.lowering.ops.indexing import without_negatives
 from ort_accel.lowering.registry import Lowering, lowers
 from ort_accel.lowering.term import Result, Term, exp, log, sign, term
 
 aten = torch.ops.aten
-
-NONE, MEAN, SUM = 0, 1, 2
-"""ATen's numbers of the reductions."""
 
 
 class Labels:
