@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from ort_accel.memory_records import GraphMemory, MeasuredPeak
 
@@ -124,9 +124,13 @@ class Segment:
         return share, *nodes, self.flops, share * self.flops, share * self.called_flops
 
 
+_FallbackKind: TypeAlias = tuple[str, Reason, str, bool]
+"""The operator, reason and detail of a fallback, and whether a session calls it."""
+
+
 @dataclass(frozen=True)
 class Fallback:
-    """An operator that PyTorch runs, the reason, and the number of nodes."""
+    """An operator that PyTorch's kernel computes, the reason, and the number of nodes."""
 
     op: str
     reason: Reason
@@ -134,6 +138,13 @@ class Fallback:
     detail: str = ""
     where: str = field(default="", compare=False)
     """The first line of the model's code that uses the operator."""
+    is_called: bool = False
+    """True if a session of ONNX Runtime calls PyTorch's kernel. The graph is not cut there."""
+
+    @property
+    def is_forced(self) -> bool:
+        """True if the node runs outside ONNX Runtime's sessions because ONNX Runtime cannot run it."""
+        return not self.is_called and not self.reason.is_choice
 
 
 @dataclass(frozen=True)
@@ -315,8 +326,8 @@ class Report:
     """The memory of each forward graph with a backward."""
     measured_peak: MeasuredPeak | None = None
     watchers: list[Watcher] = field(default_factory=list, repr=False, compare=False)
-    _fallbacks: Counter[tuple[str, Reason, str]] = field(default_factory=Counter)
-    _lines: dict[tuple[str, Reason, str], str] = field(default_factory=dict)
+    _fallbacks: Counter[_FallbackKind] = field(default_factory=Counter)
+    _lines: dict[_FallbackKind, str] = field(default_factory=dict)
     _nested_seconds: list[float] = field(default_factory=list, repr=False, compare=False)
     """For each open phase: the seconds of the phases nested in it."""
 
@@ -332,10 +343,13 @@ class Report:
         """Record that a feature is off."""
         self.features[name] = Feature(name, State.OFF, reason=reason)
 
-    def fallback(self, op: str, reason: Reason, detail: str = "", count: int = 1, where: str = "") -> None:
-        """Record nodes that PyTorch runs."""
-        self._fallbacks[op, reason, detail] += count
-        self._lines.setdefault((op, reason, detail), where)
+    def fallback(
+        self, op: str, reason: Reason, detail: str = "", count: int = 1, where: str = "", *, is_called: bool = False
+    ) -> None:
+        """Record nodes that PyTorch's kernels compute, outside sessions or called from one."""
+        kind = op, reason, detail, is_called
+        self._fallbacks[kind] += count
+        self._lines.setdefault(kind, where)
 
     def note(self, text: str) -> None:
         """Record a note for the user; the same note is kept once."""
@@ -422,10 +436,10 @@ class Report:
 
     @property
     def fallbacks(self) -> list[Fallback]:
-        """Returns the operators that PyTorch runs, most frequent first."""
+        """Returns the operators that PyTorch's kernels compute, most frequent first."""
         return [
-            Fallback(op, reason, count, detail, self._lines[op, reason, detail])
-            for (op, reason, detail), count in self._fallbacks.most_common()
+            Fallback(op, reason, count, detail, self._lines[op, reason, detail, is_called], is_called)
+            for (op, reason, detail, is_called), count in self._fallbacks.most_common()
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -441,10 +455,7 @@ class Report:
                 {"graph": s.graph, "runner": s.runner.value, "nodes": s.nodes, "ops": dict(s.ops), "flops": s.flops}
                 for s in self.segments
             ],
-            "fallbacks": [
-                {"op": f.op, "reason": f.reason.value, "count": f.count, "detail": f.detail, "where": f.where}
-                for f in self.fallbacks
-            ],
+            "fallbacks": [asdict(f) | {"reason": f.reason.value} for f in self.fallbacks],
             "races": [asdict(item) for item in self.races],
             "comparison": asdict(self.comparison) if self.comparison else None,
             "memory": [asdict(item) for item in self.memory.values()],

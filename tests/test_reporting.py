@@ -83,6 +83,7 @@ def test_it_survives_json():
             "count": 2,
             "detail": "",
             "where": "model.py:3: x.topk(2)",
+            "is_called": False,
         }
     ]
     assert plain["counters"] == {"compilations": 2}

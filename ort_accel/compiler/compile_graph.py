@@ -63,7 +63,9 @@ def lower_graph(
         program = builder.program(gradients)
     lowering.report.segments += builder.records
     for node, refusal in assignment.refusals.items():
-        lowering.report.fallback(op_name(node), refusal.reason, refusal.detail, where=user_line(node))
+        lowering.report.fallback(
+            op_name(node), refusal.reason, refusal.detail, where=user_line(node), is_called=assignment.is_called(node)
+        )
     return program
 
 
@@ -233,7 +235,7 @@ class _ProgramBuilder:
             except Exception as error:  # PyTorch can run whatever ONNX Runtime refuses here
                 refusal = _refusal(error)
                 item.runner = self.records[index].runner = Runner.PYTORCH
-                self._assignment.refusals.update(dict.fromkeys(item.nodes, refusal))
+                self._assignment.leave_to_pytorch(item.nodes, refusal)
         return self._pytorch_step(body, outputs, self._dead_inputs(index, body.inputs))
 
     def _ort_step(self, index: int, body: Body, outputs: list[fx.Node]) -> Step:

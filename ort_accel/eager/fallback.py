@@ -28,7 +28,7 @@ class FallbackPolicy:
 
     def check(self, graph: str) -> None:
         """Warn of, or refuse, fallbacks that are in the report after a graph was lowered."""
-        found = [item for item in self._report.fallbacks if not item.reason.is_choice]
+        found = [item for item in self._report.fallbacks if item.is_forced]
         if found and self._engine.fallback == "error":
             raise FallbackError(
                 f"{graph}: engine.fallback is error, and PyTorch would run\n"

@@ -205,18 +205,12 @@ class _Builder:
         return self._strided[node]
 
     def _make_strided(self, node: fx.Node) -> Strided:
-        if node.op == "get_attr" or node not in self._computed or not (is_view(node) or is_getitem(node)):
+        taken = cast("fx.Node", node.args[0]) if is_getitem(node) else node
+        if node.op == "get_attr" or node not in self._computed or not is_view(taken):
             operand = self.operand(node)
             return whole(operand.value, operand.fake.new_empty(operand.fake.shape))
-        if is_getitem(node):
-            parts = cast("fx.Node", node.args[0])
-            if not is_view(parts):
-                operand = self.operand(node)
-                return whole(operand.value, operand.fake.new_empty(operand.fake.shape))
-            source, views = self._taken(parts)
-            return replace(source, fake=views[node.args[1]])
-        source, view = self._taken(node)
-        return replace(source, fake=view)
+        source, view = self._taken(taken)
+        return replace(source, fake=view if taken is node else view[node.args[1]])
 
     def _taken(self, node: fx.Node) -> tuple[Strided, Any]:
         """Takes a view of the memory where its source lies; of a copy where that memory allows no such view."""

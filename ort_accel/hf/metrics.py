@@ -117,7 +117,7 @@ class StepMetrics:
         engine = self.report.features.get("engine") if self.report is not None else None
         if self.report is None or engine is None or engine.state is not State.APPLIED:
             return {}
-        return {"ort/fallbacks": sum(item.count for item in self.report.fallbacks if not item.reason.is_choice)}
+        return {"ort/fallbacks": sum(item.count for item in self.report.fallbacks if item.is_forced)}
 
 
 def peak_memory() -> int:

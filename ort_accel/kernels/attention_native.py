@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ort_accel.kernels.bit_mask import bytes_of
+from ort_accel.kernels.bit_mask import to_bits
 from ort_accel.kernels.packed_spans import MASKED, PackedSequence, Pairs
 from ort_accel.native.attention import MASK_TYPES, PackedAttention, Span
 from ort_accel.native.library import native_library
-from ort_accel.native.run_kernel import run_kernel
 
 Strides = tuple[int, int, int, int]
 
@@ -70,7 +69,7 @@ def _attention(pairs: Pairs, keep: float, scale: float) -> PackedAttention:
         )
         for one in sequences
     ]  # fmt: skip
-    bits = None if kept is None else _bits(kept)
+    bits = None if kept is None else to_bits(kept)
     return PackedAttention(spans, scale, 0, mask, mask_strides[1:3], bits, kept_strides[1:3], keep=keep or 1.0)
 
 
@@ -88,14 +87,6 @@ def _strides(of_pairs: Tensor) -> Strides:
         0 if size == 1 else stride for size, stride in zip(of_pairs.shape, of_pairs.stride(), strict=True)
     )
     return batch, head, query, key
-
-
-def _bits(kept: Tensor) -> Tensor:
-    """Returns a mask with eight of its values in a byte."""
-    values = kept.view(torch.uint8)
-    bits = torch.empty(bytes_of(values.numel()), dtype=torch.uint8)
-    run_kernel("pack_bits", values, values.numel(), bits)
-    return bits
 
 
 def _by_rows(tensor: Tensor) -> Tensor:

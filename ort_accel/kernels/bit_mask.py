@@ -28,8 +28,14 @@ def bytes_of(count: int) -> int:
     return (count + BITS_PER_BYTE - 1) // BITS_PER_BYTE
 
 
-def _to_bits(mask: Tensor) -> Tensor:
-    return torch.from_numpy(numpy.packbits(mask.contiguous().view(torch.uint8).view(-1).numpy(), bitorder="little"))
+def to_bits(mask: Tensor) -> Tensor:
+    """Returns a boolean mask with eight of its elements in a byte."""
+    values = mask.contiguous().view(torch.uint8).view(-1)
+    if native_library() is None:
+        return torch.from_numpy(numpy.packbits(values.numpy(), bitorder="little"))
+    bits = torch.empty(bytes_of(values.numel()), dtype=torch.uint8)
+    run_kernel("pack_bits", values, values.numel(), bits)
+    return bits
 
 
 def _from_bits(bits: Tensor, size: Sequence[int]) -> Tensor:
@@ -50,7 +56,7 @@ def _apply_bits(source: Tensor, bits: Tensor, scale: float) -> Tensor:
     return result
 
 
-define("to_bits(Tensor mask) -> Tensor", _to_bits, "CPU")
+define("to_bits(Tensor mask) -> Tensor", to_bits, "CPU")
 define("from_bits(Tensor bits, SymInt[] size) -> Tensor", _from_bits, "CPU")
 define("apply_bits(Tensor source, Tensor bits, float scale) -> Tensor", _apply_bits, "CPU")
 

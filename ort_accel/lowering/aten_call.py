@@ -6,7 +6,7 @@ that they lie in, so that transposes and slices before it cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,10 +195,7 @@ class CallWriter:
         layouts = [dense(fakes[at]) for at in read]
         attributes = _attributes(form.name, form.overload, writer.texts)
         values = self._node(writer, ATEN_CALL, attributes, layouts, results, arguments, form.has_buffer)
-        found: list[Strided | None] = [None] * len(fakes)
-        for at, value, layout in zip(read, values, layouts, strict=True):
-            found[at] = whole(value, layout)
-        return found
+        return _in_places(len(fakes), read, map(whole, values, layouts))
 
     def kernel(self, node: fx.Node, call: KernelCall) -> list[Strided | None]:
         """Writes a call of one of the native library's kernels that computes a node. Returns the node's results."""
@@ -220,10 +217,7 @@ class CallWriter:
         arguments = [argument(value) for value in call.arguments]
         layouts = [fakes[position] for position in written]
         values = self._node(writer, KERNEL_CALL, {"name": call.name}, layouts, [], arguments)
-        found: list[Strided | None] = [None] * len(fakes)
-        for position, value, layout in zip(written, values, layouts, strict=True):
-            found[position] = whole(value, layout)
-        return found
+        return _in_places(len(fakes), written, map(whole, values, layouts))
 
     def _read(self, call: KernelCall) -> dict[fx.Node, Strided]:
         """Returns the tensors that a kernel reads: contiguous, unless the kernel gets their strides."""
@@ -262,6 +256,12 @@ class CallWriter:
         for value, layout in zip(values, layouts, strict=True):
             describe(value, in_memory_order(layout))
         return values
+
+
+def _in_places(count: int, positions: Iterable[int], results: Iterable[Strided]) -> list[Strided | None]:
+    """Returns the results of an operator, with None for those that are not computed."""
+    found = dict(zip(positions, results, strict=True))
+    return [found.get(position) for position in range(count)]
 
 
 def _attributes(name: str, overload: str, texts: Sequence[str]) -> dict[str, str]:

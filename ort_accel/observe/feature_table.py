@@ -47,10 +47,12 @@ def render(report: Report, everything: bool = True) -> RenderableType:
         _shares(report.segments),
     ]
     longest = None if everything else _MAX_ROWS
-    choices = [item for item in report.fallbacks if item.reason.is_choice]
-    forced = [item for item in report.fallbacks if not item.reason.is_choice]
+    forced = [item for item in report.fallbacks if item.is_forced]
+    called = [item for item in report.fallbacks if item.is_called]
+    choices = [item for item in report.fallbacks if not item.is_forced and not item.is_called]
     parts.append(_fallbacks("PyTorch runs what ONNX Runtime cannot", forced, longest))
     parts.append(_fallbacks("PyTorch runs by choice", choices, longest))
+    parts.append(_fallbacks("ONNX Runtime's sessions call PyTorch's kernels", called, longest))
     parts += [_races(report.races, longest), render_memory(report) if everything else None, _facts(report)]
     return Group(*(line for part in parts if part is not None for line in (part, Text())))
 
@@ -108,7 +110,7 @@ def _fallbacks(title: str, items: Sequence[Fallback], longest: int | None) -> Re
     table = text_table(("nodes", title), right=(0,), unwrapped=True)
     for item in items[:longest]:
         why = f"{item.reason}: {item.detail}" if item.detail else str(item.reason)
-        where = f"; first at {item.where}" if item.where and not item.reason.is_choice else ""
+        where = f"; first at {item.where}" if item.where and item.is_forced else ""
         table.add_row(str(item.count), Text(f"{item.op}: {why}{where}"))
     rest = items[longest:] if longest is not None else []
     if rest:

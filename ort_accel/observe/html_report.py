@@ -47,7 +47,7 @@ def html_report(data: Data) -> str:
 def _overview(data: Data) -> Markup:
     segments, series = data["segments"], data["series"].get(_STEP_TIME, [])
     cannot = (Reason.UNSUPPORTED_OP, Reason.UNSUPPORTED_DTYPE, Reason.DATA_DEPENDENT, Reason.MUTATION)
-    forced = [item for item in data["fallbacks"] if item["reason"] in cannot]
+    forced = [item for item in data["fallbacks"] if item["reason"] in cannot and not item["is_called"]]
     shown = [
         ("of all nodes run by ONNX Runtime", _share(segments, "nodes")),
         ("of their FLOPs, estimated", _share(segments, "flops")),
@@ -119,8 +119,9 @@ def _ops(ops: Mapping[str, int]) -> str:
 
 def _fallbacks(data: Data) -> Markup:
     found = [item for item in data["fallbacks"] if item["reason"] != Reason.GRAPH_BREAK.value]
-    forced = [item for item in found if not Reason(item["reason"]).is_choice]
-    choices = [item for item in found if Reason(item["reason"]).is_choice]
+    called = [item for item in found if item["is_called"]]
+    forced = [item for item in found if not item["is_called"] and not Reason(item["reason"]).is_choice]
+    choices = [item for item in found if not item["is_called"] and Reason(item["reason"]).is_choice]
     parts: list[Content] = []
     if forced:
         parts += [tag("h3", "What ONNX Runtime cannot run"), _fallback_table(forced)]
@@ -128,6 +129,8 @@ def _fallbacks(data: Data) -> Markup:
         parts.append(tag("p", "There is nothing that ONNX Runtime cannot run."))
     if choices:
         parts += [tag("h3", "By choice"), _fallback_table(choices)]
+    if called:
+        parts += [tag("h3", "Called from ONNX Runtime's sessions"), _fallback_table(called)]
     return joined(*parts)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -72,10 +72,19 @@ class Assignment:
         """Nodes that ONNX Runtime runs unless a later decision gives them to PyTorch."""
         return [node for node, runner in self.runner.items() if runner is Runner.ORT and node not in self.free]
 
+    def is_called(self, node: fx.Node) -> bool:
+        """True if a session calls PyTorch's operator for a node that ONNX Runtime's kernels do not compute."""
+        return self.runner[node] is Runner.ORT and node in self.refusals
+
     def with_refusals(self, refusals: Mapping[fx.Node, Refusal]) -> Assignment:
         """Returns the assignment in which PyTorch runs these nodes, too."""
         runner = self.runner | dict.fromkeys(refusals, Runner.PYTORCH)
         return replace(self, runner=runner, refusals={**self.refusals, **refusals})
+
+    def leave_to_pytorch(self, nodes: Iterable[fx.Node], refusal: Refusal) -> None:
+        """Give PyTorch nodes whose session could not be made."""
+        self.runner.update(dict.fromkeys(nodes, Runner.PYTORCH))
+        self.refusals.update(dict.fromkeys(nodes, refusal))
 
     def with_calls(self) -> Assignment:
         """Returns the assignment of a whole graph to sessions, which call kernels wherever they can.

@@ -9,6 +9,9 @@ from torch import nn
 import ort_accel
 from ort_accel.eager.fallback import FallbackError
 from ort_accel.executor import build_model
+from ort_accel.lowering.registry import lowerings
+from ort_accel.native.library import native_library
+from ort_accel.partition import assign
 from ort_accel.reporting import Reason
 from ort_accel.runtime.session import Session
 from ort_accel.runtime.sessions import Sessions
@@ -92,6 +95,23 @@ def test_an_operator_that_cannot_be_written_is_named_with_its_sizes():
     assert "aten.tanh.default(float32 [3, 6]): no curve today" in said
     assert f"first at {line_of('hidden = torch.tanh')}" in said
     assert "Set engine.fallback to warn or report" in said
+
+
+@pytest.mark.skipif(native_library() is None, reason="the native library was not built")
+def test_an_operator_that_a_session_calls_is_not_a_fallback(monkeypatch):
+    """The session calls PyTorch's kernel, so the graph is not cut and `engine.fallback: error` accepts it."""
+    known = {target: each for target, each in lowerings().items() if target is not torch.ops.aten.tanh.default}
+    monkeypatch.setattr(assign, "lowerings", lambda: known)
+    model = Small()
+    x = torch.randn(3, 4)
+    expected = step(model, x)
+    torch.testing.assert_close(step(ort_accel.accelerate(model, {"engine": {"fallback": "error"}}), x), expected)
+    report = ort_accel.report(model)
+    assert {segment.runner for segment in report.segments} == {"onnxruntime"}
+    (tanh,) = (item for item in report.fallbacks if item.op == "aten.tanh.default")
+    assert (tanh.reason, tanh.is_called, tanh.is_forced) == (Reason.UNSUPPORTED_OP, True, False)
+    (shown,) = (line for line in str(report).splitlines() if "aten.tanh.default" in line)
+    assert shown.split()[:2] == ["1", "aten.tanh.default:"]
 
 
 @pytest.mark.usefixtures("no_tanh")

@@ -85,9 +85,9 @@ class Engine(Section):
     density or `loss_only` set to true, or where memory is held down. `false` lets the engine run every step."""
 
     fallback: Literal["warn", "report", "error"] = "warn"
-    """Sets how parts that ONNX Runtime cannot run are reported. PyTorch runs them; `warn` says so once in the log,
-    `report` only in the report, `error` stops with a list of all of them. Choose `error` when every operator must be
-    accelerated."""
+    """Sets how parts that ONNX Runtime cannot run are reported. PyTorch runs them outside ONNX Runtime's sessions;
+    `warn` says so once in the log, `report` only in the report, `error` stops with a list of all of them. Choose
+    `error` when every operator must run in a session. Sessions may call PyTorch's kernels (`compute.native`)."""
 
     fallback_retry: Annotated[bool, NO_ROW] = True
     """After a part failed at run time (out of memory, say) and PyTorch took it over, try ONNX Runtime again on the next

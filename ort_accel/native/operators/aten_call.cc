@@ -112,35 +112,37 @@ class AtenCall : public Node {
     }
   }
 
-  static torch::Tensor view(void* data, int32_t dtype, const Layout& layout, const int64_t* table) {
-    int64_t sizes[MAX_RANK], strides[MAX_RANK];
-    const size_t rank = layout.sizes.size();
-    for (size_t dim = 0; dim < rank; ++dim) {
-      sizes[dim] = layout.sizes[dim].of(table);
-      strides[dim] = layout.strides[dim].of(table);
+  // A layout at the sizes of one call.
+  struct Placed {
+    Placed(const Layout& layout, const int64_t* table)
+        : rank(static_cast<int64_t>(layout.sizes.size())), offset(layout.offset.of(table)) {
+      for (size_t dim = 0; dim < layout.sizes.size(); ++dim) {
+        sizes[dim] = layout.sizes[dim].of(table);
+        strides[dim] = layout.strides[dim].of(table);
+      }
     }
+
+    int64_t rank, offset, sizes[MAX_RANK], strides[MAX_RANK];
+  };
+
+  static torch::Tensor at_address(void* data, int32_t dtype, const Layout& layout, const int64_t* table) {
+    const Placed placed(layout, table);
     torch::Tensor tensor = nullptr;
-    require(torch::functions.create_tensor_from_blob(data, static_cast<int64_t>(rank), sizes, strides,
-                                                     layout.offset.of(table), dtype, torch::CPU, 0, &tensor));
+    require(torch::functions.create_tensor_from_blob(data, placed.rank, placed.sizes, placed.strides, placed.offset, dtype,
+                                                     torch::CPU, 0, &tensor));
     return tensor;
   }
 
-  static torch::Tensor view_of(torch::Tensor tensor, const Item& item, const Call& call) {
-    int64_t sizes[MAX_RANK], strides[MAX_RANK];
-    const size_t rank = item.layout.sizes.size();
-    for (size_t dim = 0; dim < rank; ++dim) {
-      sizes[dim] = item.layout.sizes[dim].of(call.table);
-      strides[dim] = item.layout.strides[dim].of(call.table);
-    }
+  static torch::Tensor view(torch::Tensor tensor, const Layout& layout, const int64_t* table) {
+    const Placed placed(layout, table);
     torch::Tensor view = nullptr;
-    require(torch::functions.view(tensor, static_cast<int64_t>(rank), sizes, strides, item.layout.offset.of(call.table),
-                                  &view));
+    require(torch::functions.view(tensor, placed.rank, placed.sizes, placed.strides, placed.offset, &view));
     return view;
   }
 
   torch::Tensor allocate(Call& call, size_t at) const {
     void* const data = program_.allocate(call.context, call.table, at);
-    return call.handles.keep(view(data, program_.outputs[at].dtype, program_.outputs[at].layout, call.table));
+    return call.handles.keep(at_address(data, program_.outputs[at].dtype, program_.outputs[at].layout, call.table));
   }
 
   static torch::Tensor another(torch::Tensor tensor) {
@@ -156,10 +158,11 @@ class AtenCall : public Node {
       case NONE: return 0;
       case INTEGER: return static_cast<Argument>(item.size.of(call.table));
       case TENSOR:
-        return packed(view(input(call.context, static_cast<size_t>(item.number)).data, item.dtype, item.layout, call.table));
+        return packed(
+            at_address(input(call.context, static_cast<size_t>(item.number)).data, item.dtype, item.layout, call.table));
       case FRAMED: {
         const int64_t tensor = program_.framed(call.context, item.number);
-        return packed(view_of(reinterpret_cast<torch::Tensor>(tensor), item, call));
+        return packed(view(reinterpret_cast<torch::Tensor>(tensor), item.layout, call.table));
       }
       case LIST: return list(call, item);
       case OPTIONAL: return torch::optional(argument(call, item.items[0]));
