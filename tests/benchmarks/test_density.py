@@ -1,4 +1,4 @@
-"""The density benchmark measures batches of the density that it names, and says what was to be reached."""
+"""The density benchmark measures batches of the density that it names."""
 
 import importlib.util
 import json
@@ -11,7 +11,6 @@ import torch
 from typer.testing import CliRunner
 
 from ort_accel.cli.benchmark.contenders import EVERYTHING
-from ort_accel.cli.benchmark.timing import Ratio
 from ort_accel.cli.benchmark.workload import Workload, batch_of
 from ort_accel.cli.main import app
 
@@ -77,22 +76,12 @@ def test_further_batches_without_padding_have_other_words_of_the_same_length():
     assert other["attention_mask"].all()
 
 
-def test_the_cases_are_those_of_the_acceptance():
+def test_the_cases_have_the_densities_of_the_documentation():
     cases = {str(name): case for name, case in script().CASES.items()}
     assert shares(cases["classification"].workload)[0] == pytest.approx(0.35, abs=1e-3)
     assert shares(cases["mlm"].workload) == pytest.approx((1.0, 0.14), abs=1e-3)
     assert shares(cases["causal"].workload) == pytest.approx((0.6, 0.3), abs=5e-3)
     assert shares(cases["full"].workload)[0] == 1
-
-
-def test_what_was_reached_is_measured_against_every_other_contender_and_eagers_memory():
-    benchmark = script()
-    case = benchmark.Case(Workload(), faster=3.0, memory=0.5)
-    result = benchmark.Result(case.workload, None, {})
-    result.ratios = {"eager": Ratio(3.1, 3, 4), "inductor": Ratio(2.9, 2, 3)}
-    result.fresh = {"eager": {"later_steps_mib": 100.0}, "ort_accel": {"later_steps_mib": 51.0}}
-    found = benchmark.reached(case, result)
-    assert [(goal["value"], goal["met"]) for goal in found] == [(3.1, True), (2.9, False), (0.51, False)]
 
 
 @pytest.mark.long
@@ -105,8 +94,8 @@ def test_the_script_compares_the_engine_with_itself_at_full_density_and_writes_j
     found = json.loads(file.read_text())
     assert set(found["full"]["seconds"]) == {"ort_accel", EVERYTHING}
     assert set(found["mlm"]["seconds"]) == {"eager", "ort_accel"}
-    assert [goal["what"] for goal in found["full"]["goals"]] == [f"times as fast as {EVERYTHING}"]
-    assert found["mlm"]["goals"][0]["value"] == found["mlm"]["ratios"]["eager"]["ratio"]
+    assert set(found["full"]["ratios"]) == {EVERYTHING}
+    assert set(found["mlm"]["ratios"]) == {"eager"}
     assert "14% labelled" in done.stdout
 
 
