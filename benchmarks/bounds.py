@@ -1,8 +1,8 @@
 """How fast a step could be at most: what its matrix products and attention kernels take alone. See `--help`.
 
 Eager PyTorch and ort_accel train in turns. A second model of ort_accel leaves products and attention to PyTorch, where
-the profiler sees them, and takes the fastest library for each product. It computes only what is needed, as the first
-one does, so that the time of these kernels is a lower bound of a step.
+the profiler sees them. It computes only what is needed, as the first one does, so that the time of these kernels is a
+lower bound of a step.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from ort_accel.cli.benchmark.workload import Workload, batch_of, build
 from ort_accel.config import load_config
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-BY_ONEDNN = "mkldnn::_linear_pointwise"
-"""The products that a node may ask for, and what may run them in place of its operator."""
 ATTENTION = ("aten::_scaled_dot_product", "ort_accel::scaled_dot_product")
 """How the names of attention's kernels begin, forward and backward: PyTorch's, and the native library's."""
 
@@ -125,7 +123,7 @@ def _kernels(run: partial[None]) -> tuple[float, float]:
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         run()
     events = seen.key_averages()
-    products = sum(event.self_cpu_time_total for event in events if event.key in (*PRODUCTS, BY_ONEDNN))
+    products = sum(event.self_cpu_time_total for event in events if event.key in PRODUCTS)
     attention = sum(event.self_cpu_time_total for event in events if event.key.startswith(ATTENTION))
     return products / 1e6, attention / 1e6
 

@@ -101,7 +101,7 @@ class Segment:
     graph: str
     """The name of its graph, such as `forward 0`."""
     runner: Runner
-    """The last runner: PyTorch, too, where ONNX Runtime failed, or where oneDNN took the sizes over."""
+    """The last runner: PyTorch, too, where ONNX Runtime failed."""
     ops: dict[str, int]
     """The number of nodes of each operator."""
     flops: float = 0.0

@@ -67,18 +67,10 @@ class Estimator:
             return {}
         return {node: _refusal(node, times.get(node)) for node in division}
 
-    def onednn_pays(self, nodes: Iterable[fx.Node]) -> bool:
-        """True if PyTorch runs these faster than ONNX Runtime once oneDNN knows their sizes."""
-        large = [node for node in nodes if _is_large(node)]
-        times = {node: found for node in large if (found := self._times(node, known_sizes=True))}
-        costs = [_costs_of(node, found) for node, found in times.items()]
-        untimed = sum(self._cost_of_untimed(node) for node in large if node not in times)
-        return sum(cost.pytorch for cost in costs) + untimed < sum(cost.ort for cost in costs)
-
-    def _times(self, node: fx.Node, known_sizes: bool = False) -> KernelTimes | None:
+    def _times(self, node: fx.Node) -> KernelTimes | None:
         if not _is_like_timed(node):
             return None
-        if self.products is not None and (times := self.products.kernel_times(node, known_sizes, self.in_one_session)):
+        if self.products is not None and (times := self.products.kernel_times(node)):
             return times
         times = self.machine.kernel_times(node.target)
         return times.scaled_to(node) if times else None

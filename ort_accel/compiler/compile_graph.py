@@ -13,7 +13,6 @@ from torch.fx.node import Argument
 from ort_accel.autotune.tuner import Tuner
 from ort_accel.compiler.lowering import Lowering
 from ort_accel.executor.build_model import build
-from ort_accel.executor.matmul_segment import MatmulSegment
 from ort_accel.executor.ort_segment import (
     Fallback,
     OrtSegment,
@@ -244,36 +243,11 @@ class _ProgramBuilder:
         fallback = Fallback(Twin(body, outputs, self._module), lowering.failed)
         frees_inputs = self._name.startswith("backward")  # the caller holds the inputs of a forward in any case
         segment = OrtSegment(model, lowering.sessions, self._is_lasting, fallback, name, record, frees_inputs)
-        other = self._onednn_segment(index, body, outputs)
-        run = segment if other is None else MatmulSegment(segment, other, body.nodes, record)
-        return self._numbered(run, segment.inputs, outputs)
-
-    def _onednn_segment(self, index: int, body: Body, outputs: list[fx.Node]) -> PyTorchSegment | None:
-        """Returns the segment with products in oneDNN, for sizes that come again; None where that is not faster."""
-        lowering = self._lowering
-        if lowering.calls_pytorch:
-            return None
-        products = lowering.products.for_known_sizes(body.nodes) if lowering.products and lowering.estimator else {}
-        computed = [node for node in body.nodes if node not in self._free and not is_getitem(node)]
-        if not products or not lowering.estimator or not lowering.estimator.onednn_pays(computed):
-            return None
-        lowering.report.counters["products that oneDNN takes over where sizes come again"] += len(products)
-        return self._pytorch_segment(body, outputs, self._dead_inputs(index, body.inputs), products)
-
-    def _pytorch_step(self, body: Body, outputs: list[fx.Node], dead: Sequence[fx.Node] = ()) -> Step:
-        timers = self._lowering.products, self._lowering.attention
-        faster = {node: call for timer in timers if timer for node, call in timer.replacements(body.nodes).items()}
-        segment = self._pytorch_segment(body, outputs, dead, faster)
         return self._numbered(segment, segment.inputs, outputs)
 
-    def _pytorch_segment(
-        self,
-        body: Body,
-        outputs: list[fx.Node],
-        dead: Sequence[fx.Node],
-        faster: Mapping[fx.Node, Callable[..., object]],
-    ) -> PyTorchSegment:
-        return PyTorchSegment(body, outputs, self._module, dead, faster)
+    def _pytorch_step(self, body: Body, outputs: list[fx.Node], dead: Sequence[fx.Node] = ()) -> Step:
+        segment = PyTorchSegment(body, outputs, self._module, dead)
+        return self._numbered(segment, segment.inputs, outputs)
 
     def _weight_cast_step(self, placeholders: Sequence[fx.Node]) -> list[Step]:
         """Returns the step that computes the inputs which stand for casts of weights, if the graph has any."""

@@ -11,7 +11,6 @@ import torch
 
 from ort_accel.autotune.cost_model import Estimator
 from ort_accel.autotune.throughput import Machine
-from ort_accel.autotune.time_attention import TimedAttention
 from ort_accel.autotune.time_matmuls import TimedMatmuls
 from ort_accel.autotune.timer import SavedTimings, Stopwatch, context_of
 from ort_accel.autotune.tuner import Tuner
@@ -54,10 +53,6 @@ class Lowering:
     """Times each graph to choose between ONNX Runtime and PyTorch."""
     estimator: Estimator | None = None
     """Predicts times to choose between ONNX Runtime and PyTorch where there is no tuner."""
-    products: TimedMatmuls | None = None
-    """Times matrix products in oneDNN."""
-    attention: TimedAttention | None = None
-    """Times fused attention against matrix products."""
     copies: WeightCopies | None = None
     """Caches autocast's casts of weights."""
     leaves: GradientRelease | None = None
@@ -82,9 +77,7 @@ class _SessionFields(TypedDict):
     """The fields of `Lowering` that depend on the settings of sessions."""
 
     sessions: Sessions
-    products: TimedMatmuls | None
     estimator: Estimator | None
-    attention: TimedAttention | None
     tuner: Tuner | None
 
 
@@ -115,12 +108,10 @@ def _session_fields(settings: Settings, report: Report) -> _SessionFields:
     compute, machine = settings.config.compute, Machine(settings.session, settings.opset)
     tuned = compute.tuning.enabled
     is_timed, sessions = settings.times_operators, _sessions(settings, report)
-    products = TimedMatmuls(machine, report) if is_timed else None
+    estimator = Estimator(machine, TimedMatmuls(machine), settings.calls_pytorch)
     return {
         "sessions": sessions,
-        "products": products,
-        "estimator": Estimator(machine, products, settings.calls_pytorch) if is_timed and not tuned else None,
-        "attention": TimedAttention(machine, report) if is_timed and compute.attention == "auto" else None,
+        "estimator": estimator if is_timed and not tuned else None,
         "tuner": _tuner(settings, sessions.without_trace(), report) if tuned else None,
     }
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from itertools import count, islice
-from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -45,19 +44,16 @@ class PyTorchSegment:
         wanted: Sequence[fx.Node],
         owner: fx.GraphModule,
         dead_inputs: Collection[fx.Node] | None = None,
-        node_replacements: Mapping[fx.Node, Callable[..., object]] = MappingProxyType({}),
     ) -> None:
         """Generates the code of the segment.
 
-        `node_replacements` has functions that replace nodes.
         Results are written over `dead_inputs`, whose memory nobody needs afterwards, and over dead values of the
         segment; with None, over nothing.
         """
         self.inputs = [node for node in body.inputs if not is_size(node)]
         sizes = [node for node in body.inputs if is_size(node)]
         replaced = {} if dead_inputs is None else reusable_operands(body.nodes, wanted, dead_inputs)
-        taken = replaced.keys() | node_replacements.keys()
-        buffered = [node for node in body.nodes if node not in taken and _has_output_buffer(node)]
+        buffered = [node for node in body.nodes if node not in replaced and _has_output_buffer(node)]
         buffer_sizes = [size for node in buffered for size in node.meta["val"].shape]
         self._size_values = SizeFunction(map(expression, [*(node.meta["val"] for node in sizes), *buffer_sizes]))
         graph = fx.Graph()
@@ -68,7 +64,7 @@ class PyTorchSegment:
         graph.call_method("clear", (given,))
         for node in body.nodes:
             copy = graph.node_copy(node, copies.__getitem__)
-            copy.target = node_replacements.get(node) or REPLACEMENTS.get(copy.target, copy.target)
+            copy.target = REPLACEMENTS.get(copy.target, copy.target)
             if node in replaced:
                 write_over(copy, copies[replaced[node]])
             elif node in shapes:

@@ -1,9 +1,9 @@
-"""The interface of attention kernels over [batch, heads, tokens, width], and PyTorch's fused kernel for the CPU."""
+"""PyTorch's fused attention for the CPU over [batch, heads, tokens, width], in both directions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -18,51 +18,21 @@ class AttentionOptions(NamedTuple):
     """Booleans, or numbers that are added to the scores."""
     is_causal: bool
     scale: float | None
-    kept: Tensor | None = None
-    """1 where dropout keeps a weight, 0 where it drops it."""
-    keep: float = 1.0
-    """The probability with which dropout keeps a weight."""
 
 
-class AttentionFailed(Exception):
-    """Kernels could not run a dropout after all, for lack of memory, say."""
+def fused_attention(operands: Sequence[Tensor], options: AttentionOptions) -> Sequence[Tensor]:
+    """Take query, key and value; return the result, and the logarithm of each row's sum, in the faster type."""
+    operands = in_faster_type(FLASH_FORWARD, operands)
+    results: Sequence[Tensor] = FLASH_FORWARD(*operands, **_keywords(options, operands[0].dtype))
+    return results
 
 
-class AttentionKernels(Protocol):
-    """Both directions of an attention in which groups of heads may share their keys."""
-
-    def drops(self, query: Tensor, pairs: int) -> bool:
-        """True if these kernels run a dropout of so many weights at once; they may fail at it (`AttentionFailed`)."""
-
-    def forward(self, operands: Sequence[Tensor], how: AttentionOptions) -> Sequence[Tensor]:
-        """Take query, key and value; return the result and, from PyTorch's kernel, the logarithm of each row's sum."""
-
-    def backward(self, operands: Sequence[Tensor], how: AttentionOptions) -> Sequence[Tensor]:
-        """Take the result's gradient, query, key, value and both results; return the three gradients."""
-
-
-class PyTorchKernels:
-    """PyTorch's fused kernel for the CPU. It runs, and returns its results, in the faster type."""
-
-    def drops(self, *_: object) -> bool:
-        """Return False: the kernel has no dropout."""
-        return False
-
-    def forward(self, operands: Sequence[Tensor], how: AttentionOptions) -> Sequence[Tensor]:
-        """Return the result, and the logarithm of each row's sum."""
-        operands = in_faster_type(FLASH_FORWARD, operands)
-        results: Sequence[Tensor] = FLASH_FORWARD(*operands, **_keywords(how, operands[0].dtype))
-        return results
-
-    def backward(self, operands: Sequence[Tensor], how: AttentionOptions) -> Sequence[Tensor]:
-        """Return the gradients of query, key and value."""
-        *operands, sums = operands
-        operands = in_faster_type(FLASH_BACKWARD, operands)
-        results: Sequence[Tensor] = FLASH_BACKWARD(*operands, sums, 0.0, **_keywords(how, operands[0].dtype))
-        return results
-
-
-PYTORCH_ATTENTION = PyTorchKernels()
+def fused_attention_backward(operands: Sequence[Tensor], options: AttentionOptions) -> Sequence[Tensor]:
+    """Take the result's gradient, query, key, value and both results; return the gradients of query, key and value."""
+    *operands, sums = operands
+    operands = in_faster_type(FLASH_BACKWARD, operands)
+    results: Sequence[Tensor] = FLASH_BACKWARD(*operands, sums, 0.0, **_keywords(options, operands[0].dtype))
+    return results
 
 
 class _Keywords(TypedDict):
@@ -71,6 +41,6 @@ class _Keywords(TypedDict):
     scale: float | None
 
 
-def _keywords(how: AttentionOptions, dtype: torch.dtype) -> _Keywords:
-    mask = None if how.mask is None else additive_mask(how.mask, dtype)
-    return {"is_causal": how.is_causal, "attn_mask": mask, "scale": how.scale}
+def _keywords(options: AttentionOptions, dtype: torch.dtype) -> _Keywords:
+    mask = None if options.mask is None else additive_mask(options.mask, dtype)
+    return {"is_causal": options.is_causal, "attn_mask": mask, "scale": options.scale}

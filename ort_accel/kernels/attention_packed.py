@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ort_accel.kernels import attention_native, attention_varlen_cuda
-from ort_accel.kernels.attention_dense import PYTORCH_ATTENTION, AttentionFailed, AttentionKernels
+from ort_accel.kernels.attention_dense import fused_attention, fused_attention_backward
 from ort_accel.kernels.attention_precision import additive_mask
 from ort_accel.kernels.packed_spans import CAUSAL, FULL, MASKED, Batch, Pairs, has_varlen
 from ort_accel.memory.heap_tensors import contiguous_in_heap
@@ -59,14 +58,6 @@ class _Attention(NamedTuple):
             return None
         return self.pairs.parsed.lengths if attention_varlen_cuda.runs(self.query, self.value) else None
 
-    def drops(self, kernels: AttentionKernels) -> bool:
-        """True if these kernels run the dropout of all sequences, none of which has a mask."""
-        if self.pairs.kept is None or kernels is PYTORCH_ATTENTION:
-            return False
-        batches = self.pairs.batches()
-        is_maskless = bool(batches) and not any(batch.is_masked for batch in batches)
-        return is_maskless and kernels.drops(self.query, self.query.shape[1] * min(batch.pairs for batch in batches))
-
     def widened(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return scaled queries, keys, and values raised for dropout, in the type of products."""
         values = self.value.to(self.wide) * self.raised
@@ -93,32 +84,28 @@ def attention(
     kept: Tensor | None,
     keep: float,
     scale: float | None,
-    kernels: AttentionKernels = PYTORCH_ATTENTION,
 ) -> tuple[Tensor, Tensor]:
     """Return the result, and the logarithm of each row's sum, which only the fused kernel computes."""
     given = _Attention(query, key, value, Pairs(spans, query_rows, key_rows, mask, kept), keep, scale)
     if lengths := given.varlen_lengths():
         return attention_varlen_cuda.forward(query, key, value, lengths, scale)
-    if kernels is PYTORCH_ATTENTION and attention_native.runs((query, key, value), given.pairs):
+    if attention_native.runs((query, key, value), given.pairs):
         return attention_native.forward(query, key, value, given.pairs, keep, given.factor)
-    if given.is_fused or given.drops(kernels):
-        with suppress(AttentionFailed):
-            return _by_kernels(kernels, given)
-    return _by_products(given)
+    return _fused(given) if given.is_fused else _by_products(given)
 
 
-def _by_kernels(kernels: AttentionKernels, given: _Attention) -> tuple[Tensor, Tensor]:
+def _fused(given: _Attention) -> tuple[Tensor, Tensor]:
     query, value = given.query, given.value
     batches = given.pairs.batches()
     operands = zip(*_by_queries(batches, query), *_by_keys(batches, given.key, value), strict=True)
     if _is_whole(batches, query):
-        out, logsumexp = map(_rows, kernels.forward(next(operands), batches[0].how(given.scale, given.keep)))
+        out, logsumexp = map(_rows, fused_attention(next(operands), batches[0].options(given.scale)))
         return out.to(query.dtype), logsumexp.to(given.wide)
     make = _buffer_maker(query, given.pairs.parsed.every_query_attends)
     out, logsumexp = make((*query.shape[:2], value.shape[2])), make(query.shape[:2], dtype=given.wide)
     buffers = zip(*_by_queries(batches, out, logsumexp), strict=True)
     for batch, parts, targets in zip(batches, operands, buffers, strict=True):
-        _write(targets, kernels.forward(parts, batch.how(given.scale, given.keep)))
+        _write(targets, fused_attention(parts, batch.options(given.scale)))
     return out, logsumexp
 
 
@@ -136,36 +123,30 @@ def attention_backward(
     kept: Tensor | None,
     keep: float,
     scale: float | None,
-    kernels: AttentionKernels = PYTORCH_ATTENTION,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     given = _Attention(query, key, value, Pairs(spans, query_rows, key_rows, mask, kept), keep, scale)
     if lengths := given.varlen_lengths():
         return attention_varlen_cuda.backward(grad, query, key, value, (out, logsumexp), lengths, scale)
-    if kernels is PYTORCH_ATTENTION and attention_native.runs((query, key, value, grad), given.pairs):
+    if attention_native.runs((query, key, value, grad), given.pairs):
         operands = (query, key, value)
         return attention_native.backward(grad, operands, (out, logsumexp), given.pairs, keep, given.factor)
-    if given.is_fused or given.drops(kernels):
-        with suppress(AttentionFailed):
-            return _by_kernels_backward(kernels, grad, (out, logsumexp), given)
-    return _by_products_backward(grad, given)
+    return _fused_backward(grad, (out, logsumexp), given) if given.is_fused else _by_products_backward(grad, given)
 
 
-def _by_kernels_backward(
-    kernels: AttentionKernels, grad: Tensor, results: tuple[Tensor, Tensor], given: _Attention
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fused_backward(grad: Tensor, results: tuple[Tensor, Tensor], given: _Attention) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = given[:3]
     batches = given.pairs.batches()
     grads, queries, *out_and_sums = _by_queries(batches, grad, query, *results)
     operands = zip(grads, queries, *_by_keys(batches, key, value), *out_and_sums, strict=True)
     if _is_whole(batches, query, key):
-        found = map(_rows, kernels.backward(next(operands), batches[0].how(given.scale, given.keep)))
+        found = map(_rows, fused_attention_backward(next(operands), batches[0].options(given.scale)))
         of_query, of_key, of_value = (one.to(like.dtype) for one, like in zip(found, given[:3], strict=True))
         return of_query, of_key, of_value
     buffers = given.gradient_buffers(query, key, value)
     parts_of_buffers = zip(*_by_queries(batches, buffers[0]), *_by_keys(batches, *buffers[1:]), strict=True)
     for batch, parts, targets in zip(batches, operands, parts_of_buffers, strict=True):
-        _write(targets, kernels.backward(parts, batch.how(given.scale, given.keep)))
+        _write(targets, fused_attention_backward(parts, batch.options(given.scale)))
     return buffers
 
 

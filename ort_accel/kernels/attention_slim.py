@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ort_accel.kernels.attention_dense import PYTORCH_ATTENTION, AttentionKernels, AttentionOptions
+from ort_accel.kernels.attention_dense import AttentionOptions, fused_attention, fused_attention_backward
 from ort_accel.kernels.attention_precision import FLASH_BACKWARD, FLASH_FORWARD
 from ort_accel.kernels.library import define, fake
 
@@ -22,11 +22,10 @@ def attention(
     allowed: Tensor | None,
     is_causal: bool,
     scale: float | None,
-    kernels: AttentionKernels = PYTORCH_ATTENTION,
 ) -> tuple[Tensor, Tensor]:
     """Return the result, and the logarithm of each row's sum."""
-    how = AttentionOptions(*_masking(allowed, is_causal, query, key), scale)
-    out, logsumexp = kernels.forward((query, key, value), how)
+    options = AttentionOptions(*_masking(allowed, is_causal, query, key), scale)
+    out, logsumexp = fused_attention((query, key, value), options)
     return out.to(query.dtype), logsumexp
 
 
@@ -40,11 +39,10 @@ def attention_backward(
     allowed: Tensor | None,
     is_causal: bool,
     scale: float | None,
-    kernels: AttentionKernels = PYTORCH_ATTENTION,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of query, key and value."""
-    how = AttentionOptions(*_masking(allowed, is_causal, query, key), scale)
-    found = kernels.backward((grad, query, key, value, out, logsumexp), how)
+    options = AttentionOptions(*_masking(allowed, is_causal, query, key), scale)
+    found = fused_attention_backward((grad, query, key, value, out, logsumexp), options)
     return tuple(each.to(query.dtype) for each in found)
 
 

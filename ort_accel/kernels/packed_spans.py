@@ -77,11 +77,6 @@ class Batch(NamedTuple):
         return self.members[0].masking == MASKED
 
     @property
-    def pairs(self) -> int:
-        """The pairs of queries and keys of one head."""
-        return self.sequences * self.members[0].pairs
-
-    @property
     def query_rows(self) -> tuple[int, int]:
         return self.members[0].queries.begin, self.members[-1].queries.end
 
@@ -89,9 +84,9 @@ class Batch(NamedTuple):
     def key_rows(self) -> tuple[int, int]:
         return self.members[0].keys.begin, self.members[-1].keys.end
 
-    def how(self, scale: float | None, keep: float) -> AttentionOptions:
+    def options(self, scale: float | None) -> AttentionOptions:
         """Return the options for a dense kernel."""
-        return AttentionOptions(self.mask(), self.is_causal, scale, self.kept(), keep)
+        return AttentionOptions(self.mask(), self.is_causal, scale)
 
     def mask(self) -> Tensor | None:
         """Return which keys a query attends to, or numbers to add to the scores."""

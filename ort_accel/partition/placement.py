@@ -21,15 +21,13 @@ from ort_accel.graph.nodes import fakes_in, is_getitem, is_random, is_size, is_w
 from ort_accel.graph.symbolic_sizes import hinted_elements
 from ort_accel.partition.assign import Assignment, Refusal
 from ort_accel.partition.delay_large_values import delay_large_values
+from ort_accel.partition.known_slow_ops import MIN_HANDOVER_ELEMENTS
 from ort_accel.partition.segments import Cut, cut
 from ort_accel.partition.split_at_gradients import Gradients, split_at_gradients
 from ort_accel.reporting import Reason, Runner
 
 Decision = Callable[[Assignment], Mapping[fx.Node, Refusal]]
 """Returns the nodes that PyTorch runs from now on, each with the reason."""
-
-MIN_SEGMENT_ELEMENTS = 1 << 16
-"""A segment that computes fewer elements in all is small."""
 
 HEAVY = ("mm", "bmm", "convolution")
 """Parts of the names of operators that are worth a handover at any size that training meets."""
@@ -90,7 +88,7 @@ def _is_small(item: Cut) -> bool:
     if any(part in op_name(node) for node in item.nodes for part in HEAVY):
         return False
     elements = sum(hinted_elements(fake) for node in item.nodes for fake in fakes_in(node.meta["val"]))
-    return elements < MIN_SEGMENT_ELEMENTS
+    return elements < MIN_HANDOVER_ELEMENTS
 
 
 def _needed(graph: fx.Graph) -> list[fx.Node]:

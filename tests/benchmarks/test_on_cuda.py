@@ -37,7 +37,7 @@ def test_a_model_that_differs_is_a_fault(bench, monkeypatch):
 def test_values_that_are_moved_come_back_or_are_a_fault(bench, monkeypatch, is_lost):
     monkeypatch.setattr(settings, "place_for", lambda *_: ExecutionDevice(torch_memory=True))
     monkeypatch.setattr(offload, "LEAST_BYTES", 1)
-    monkeypatch.setattr(placement, "MIN_SEGMENT_ELEMENTS", 0)
+    monkeypatch.setattr(placement, "MIN_HANDOVER_ELEMENTS", 0)
     if is_lost:
         monkeypatch.setattr(HostMemory, "fetch", lambda _, kept: torch.zeros_like(kept))
     with everything_moved():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ort_accel.partition.assign import Refusal
-from ort_accel.partition.placement import MIN_SEGMENT_ELEMENTS, by_rule, merge_small_segments, place
+from ort_accel.partition.known_slow_ops import MIN_HANDOVER_ELEMENTS
+from ort_accel.partition.placement import by_rule, merge_small_segments, place
 from ort_accel.partition.segments import Cut, cut
 from ort_accel.reporting import Reason, Runner
 from tests.partition.test_segments import assign, graph_of, only
@@ -37,7 +38,7 @@ def test_a_small_segment_goes_to_its_neighbours():
 
 
 def test_a_large_segment_is_kept():
-    merged, given_up = merge_small_segments(cuts_around(MIN_SEGMENT_ELEMENTS, torch.exp))
+    merged, given_up = merge_small_segments(cuts_around(MIN_HANDOVER_ELEMENTS, torch.exp))
     assert [item.runner for item in merged] == [Runner.PYTORCH, Runner.ORT, Runner.PYTORCH]
     assert not given_up
 

@@ -10,4 +10,4 @@ def every_operator_keeps_its_runner(monkeypatch):
     """Keep the runner of every operator, wherever recompute and offload cut the step.
 
     In small models, most segments of ONNX Runtime are small enough to be merged into segments of PyTorch."""
-    monkeypatch.setattr(placement, "MIN_SEGMENT_ELEMENTS", 0)
+    monkeypatch.setattr(placement, "MIN_HANDOVER_ELEMENTS", 0)
