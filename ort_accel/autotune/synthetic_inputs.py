@@ -62,7 +62,8 @@ class _RowTables:
         for dim, rows in (2, queries), (3, keys):
             self._batch[rows] = batch = _length(spans)
             for pairs in filter(None, (given["mask"], given["kept"])):
-                self._count.setdefault(rows, batch * hint(pairs.meta["val"].shape[dim]))
+                samples, length = (hint(pairs.meta["val"].shape[at]) for at in (0, dim))
+                self._count.setdefault(rows, (batch if samples == 1 else samples) * length)
 
     def tensors(self) -> dict[fx.Node, Tensor]:
         """Returns the value of each node that is a table."""

@@ -71,6 +71,8 @@ class RowSkippingPolicy:
     _was_read: bool = False
     _counted_rows: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By feature, the rows that counted, and all rows."""
+    _counted_pairs: tuple[int, int] = (0, 0)
+    """The pairs of tokens in packed rows of which one attends to the other, and all pairs."""
 
     def __post_init__(self) -> None:
         self.loss_only = self.config.compute.loss_only is not False
@@ -141,6 +143,11 @@ class RowSkippingPolicy:
         self.report.counters[f"batches run on {'some' if compact else 'all'} rows"] += 1
         if not batch.fits:
             return
+        if batch.sequences:
+            if compact:
+                self.report.counters["packed sequences"] += batch.sequences
+            attending, pairs = (sum(column) for column in zip(self._counted_pairs, *batch.pairs, strict=True))
+            self._counted_pairs = attending, pairs
         counts = dict(zip((rows.number for rows in proposal.plan.sets), batch.densities, strict=True))
         for feature, sets in row_sets_by_feature(proposal.plan).items():
             for rows in sets:
@@ -156,6 +163,9 @@ class RowSkippingPolicy:
             if feature in self._counted_rows:
                 kept, whole = self._counted_rows[feature]
                 said = f"{kept / max(whole, 1):.0%} of the rows count, over {self._batches} {batches}"
+                if feature == "density.padding" and self._counted_pairs[1]:
+                    attending, pairs = self._counted_pairs
+                    said += f", and {attending / pairs:.0%} of the pairs of tokens in packed rows"
                 if self._ran_compact:
                     unseen = UNSEEN_PADDING if feature == "density.padding" else ""
                     self.report.applied(feature, f"{said}, of which {self._ran_compact} left rows out{unseen}")

@@ -78,7 +78,7 @@ def _first_pair(sequence: PackedSequence, of_pairs: Tensor, strides: Strides) ->
     _, _, queries, keys = of_pairs.shape
     first_query, first_key = sequence.queries.first % queries, sequence.keys.first % keys
     batch, _, query, _ = strides
-    return sequence.number * batch + first_query * query + first_key
+    return sequence.sample(of_pairs) * batch + first_query * query + first_key
 
 
 def _strides(of_pairs: Tensor) -> Strides:

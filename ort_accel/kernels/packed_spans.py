@@ -57,6 +57,13 @@ class PackedSequence(NamedTuple):
     def pairs(self) -> int:
         return self.queries.length * self.keys.length
 
+    def sample(self, pairs: Tensor) -> int:
+        """Return which sample of [batch, heads, queries, keys] has the sequence; several may be packed in one."""
+        if pairs.shape[0] == 1:
+            return 0
+        sizes = ((side.first, pairs.shape[dim]) for dim, side in ((2, self.queries), (3, self.keys)))
+        return next((first // size for first, size in sizes if size > 1), self.number)
+
 
 class Batch(NamedTuple):
     """Consecutive sequences of equal lengths and masking, which one kernel call runs."""
@@ -101,7 +108,7 @@ class Batch(NamedTuple):
     def _part(self, pairs: Tensor) -> Tensor:
         """Return the part of [batch, heads, queries, keys] for these sequences."""
         first, last = self.members[0], self.members[-1]
-        part = pairs[first.number : last.number + 1] if pairs.shape[0] > 1 else pairs
+        part = pairs[first.sample(pairs) : last.sample(pairs) + 1] if pairs.shape[0] > 1 else pairs
         return first.keys.select(first.queries.select(part, 2), 3)
 
 
@@ -139,9 +146,11 @@ class Pairs:
         sides = sequence.queries, sequence.keys
         if not sequence.pairs or any(side.positions is not None for side in sides):
             return sequence.number
-        given = [pairs for pairs in (self.mask, self.kept) if pairs is not None]
+        mask = self.mask if sequence.masking == MASKED else None
+        given = [pairs for pairs in (mask, self.kept) if pairs is not None]
         starts = [side.first % pairs.shape[dim] for pairs in given for dim, side in enumerate(sides, 2)]
-        return sequence.masking, sequence.queries.length, sequence.keys.length, *starts
+        rows = [sequence.number - sequence.sample(pairs) for pairs in given if pairs.shape[0] > 1]  # neighbouring rows
+        return sequence.masking, sequence.queries.length, sequence.keys.length, *starts, *rows
 
 
 class ParsedSpans(NamedTuple):
@@ -175,7 +184,7 @@ def _parse(spans: Tensor, query_rows: Tensor, key_rows: Tensor) -> ParsedSpans:
     attending = [sequence for sequence in sequences if sequence.pairs]
     every_query = sum(one.queries.length for one in attending) == len(queries)
     every_key = sum(one.keys.length for one in attending) == len(keys)
-    lengths = _varlen_lengths(sequences, spans.device) if every_query and every_key else None
+    lengths = _varlen_lengths(attending, spans.device) if every_query and every_key else None
     parsed = ParsedSpans(query_rows, key_rows, sequences, {}, every_query, every_key, lengths)
     _PARSED[spans] = parsed
     return parsed

@@ -16,6 +16,7 @@ from ort_accel.graph.symbolic_sizes import SizeFunction, SymbolSource, expressio
 from ort_accel.kernels.attention_packed import CAUSAL, FULL, MASKED
 from ort_accel.row_skipping.attention_match import Attention
 from ort_accel.row_skipping.input_graph import InputGraphWriter
+from ort_accel.row_skipping.packed_sequences import packed_sequences
 from ort_accel.row_skipping.row_flow import value_of
 from ort_accel.row_skipping.row_plan import RowPlan, RowSet
 from ort_accel.row_skipping.row_sets import (
@@ -34,13 +35,13 @@ from ort_accel.row_skipping.row_sets import (
 aten = torch.ops.aten
 
 MIN_ROWS = 2
-"""The fewest rows of a set: the sizes 0 and 1 would be compiled on their own."""
+"""The fewest rows of a set, and the fewest spans: the sizes 0 and 1 would be compiled on their own."""
 
 Link = tuple[Attention, RowSet, RowSet]
 """An attention with the row sets of its queries and of its keys."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class BatchTables:
     """The tables of one batch."""
 
@@ -52,6 +53,10 @@ class BatchTables:
     """For each varlen attention, where queries and keys of each sequence begin and end, and how it is masked."""
     densities: list[tuple[int, int]]
     """For each row set, how many rows it has, and how many there are in all."""
+    pairs: list[tuple[int, int]]
+    """For each varlen attention, how many pairs of query and key it computes, and how many there are in all."""
+    sequences: int
+    """The sequences of a batch with several in a row of tokens; 0 for any other batch."""
     fits: bool
     """True if the smaller graph gives eager mode's results.
 
@@ -62,6 +67,10 @@ class BatchTables:
     def tables(self) -> list[Tensor]:
         """The inputs that the smaller graph takes beside the model's."""
         return [*self.gather_indices, *self.inverse_indices, *self.spans]
+
+
+NO_TABLES = BatchTables([], [], [], [], [], 0, False)
+"""The tables of a batch that runs on all rows."""
 
 
 class RowTableBuilder:
@@ -108,17 +117,20 @@ class RowTableBuilder:
             analysis.adds_rows = True
             flags = analysis.row_flags()
         densities = [(int(item.sum()), item.numel()) for item in flags]
-        fits = analysis.fits and all(count >= MIN_ROWS for count, _ in densities)
-        if not (fits and with_tables):
-            return BatchTables([], [], [], densities if fits else [], fits)
+        if not analysis.fits or any(count < MIN_ROWS for count, _ in densities):
+            return NO_TABLES
         gather = [item.nonzero().squeeze(1) for item in flags]
+        spans = [analysis.spans(*run, gather) for run in self.runs]
+        if not analysis.fits:  # a causal attention without a mask whose queries are not its keys
+            return NO_TABLES
+        pairs = [analysis.pairs(one, run[0]) for one, run in zip(spans, self.runs, strict=True)]
+        counts = densities, pairs, analysis.packed
+        if not with_tables:
+            return BatchTables([], [], [], *counts, True)
         inverse = [torch.full_like(item, -1, dtype=torch.long) for item in flags]
         for numbers, positions in zip(inverse, gather, strict=True):
             numbers[positions] = torch.arange(len(positions))
-        spans = [analysis.spans(*run, gather) for run in self.runs]
-        if not analysis.fits:  # a causal attention without a mask whose queries are not its keys
-            return BatchTables([], [], [], [], False)
-        return BatchTables(gather, inverse, spans, densities, True)
+        return BatchTables(gather, inverse, spans, *counts, True)
 
     def example(self, inputs: Sequence[Any]) -> list[Tensor]:
         """Returns tables of the right form, with every row in every set; none where there are too few rows."""
@@ -130,7 +142,8 @@ class RowTableBuilder:
             return []
         with _device_of(inputs):
             gather, inverse = ([torch.arange(count) for count in counts] for _ in range(2))
-            return [*gather, *inverse, *(torch.zeros(batch, 5, dtype=torch.long) for batch in batches)]
+            spans = (torch.zeros(max(batch, MIN_ROWS), 5, dtype=torch.long) for batch in batches)
+            return [*gather, *inverse, *spans]
 
     @cached_property
     def runs(self) -> list[Link]:
@@ -188,6 +201,8 @@ class _BatchAnalysis:
         self._builder, self._tensors, self._masks, self._symbols = builder, tensors, masks, symbols
         self._allowed: dict[fx.Node, Tensor] = {}
         self.fits = True
+        self.packed = 0
+        """The sequences of the batch, once an attention was found to have several in a row."""
         self.adds_rows = False
         """True if labels and positions add rows up to `MIN_ROWS`, with all keys that these attend to."""
 
@@ -296,33 +311,70 @@ class _BatchAnalysis:
 
         Columns are the begin and end of its queries, of its keys (as in `cu_seqlens`), and the kind of its mask.
         """
-        shape = value_of(attention.query).shape
-        batch, query_length = self._size(expression(shape[0])), self._size(expression(shape[2]))
-        key_length = self._size(expression(attention.key_length))
-        sides = [(gather[queries.number], query_length), (gather[keys.number], key_length)]
-        counts = [torch.bincount(positions // length, minlength=batch) for positions, length in sides]
-        ends = [count.cumsum(0) for count in counts]
-        kinds = self._mask_kinds(attention, *(_flags_at(positions, batch, length) for positions, length in sides))
-        columns = [column for end, count in zip(ends, counts, strict=True) for column in (end - count, end)]
+        batch, *lengths = self._sizes_of(attention)
+        sides = [gather[rows.number] for rows in (queries, keys)]
+        flags = [_flags_at(positions, batch, length) for positions, length in zip(sides, lengths, strict=True)]
+        packed = packed_sequences(self._allowed_pairs(attention), *flags)
+        of_tokens = [
+            torch.arange(batch)[:, None].expand(batch, length) if packed is None else packed for length in lengths
+        ]
+        count = batch if packed is None else int(packed.max()) + 1
+        self.packed = max(self.packed, 0 if packed is None else count)
+        counts = [
+            torch.bincount(numbers.flatten()[positions], minlength=max(count, MIN_ROWS))
+            for numbers, positions in zip(of_tokens, sides, strict=True)
+        ]
+        ends = [one.cumsum(0) for one in counts]
+        columns = [column for end, one in zip(ends, counts, strict=True) for column in (end - one, end)]
+        sequences = _Sequences(of_tokens[0], packed is not None, len(counts[0]))
+        kinds = self._mask_kinds(attention, flags[0], flags[1], sequences)
         return torch.stack([*columns, kinds], 1)
 
-    def _mask_kinds(self, attention: Attention, queries: Tensor, keys: Tensor) -> Tensor:
-        if attention.mask is not None and value_of(attention.mask).dtype != torch.bool:
-            return torch.full((len(queries),), MASKED)
+    def pairs(self, spans: Tensor, attention: Attention) -> tuple[int, int]:
+        """Returns how many pairs of query and key these spans have, and how many the whole attention has."""
+        query_begin, query_end, key_begin, key_end, _ = spans.T
+        batch, queries, keys = self._sizes_of(attention)
+        return int(((query_end - query_begin) * (key_end - key_begin)).sum()), batch * queries * keys
+
+    def _sizes_of(self, attention: Attention) -> tuple[int, int, int]:
+        """Returns the batch size, and the numbers of queries and of keys in a row."""
+        shape = value_of(attention.query).shape
+        batch, queries, keys = (self._size(expression(size)) for size in (shape[0], shape[2], attention.key_length))
+        return batch, queries, keys
+
+    def _mask_kinds(self, attention: Attention, queries: Tensor, keys: Tensor, sequences: _Sequences) -> Tensor:
         mask = self._masks[attention.node]
-        if mask is not None and mask.shape[1] > 1:
-            return torch.full((len(queries),), MASKED)
+        is_bool = attention.mask is None or value_of(attention.mask).dtype == torch.bool
+        if not is_bool or (mask is not None and mask.shape[1] > 1):
+            return torch.full((sequences.count,), MASKED)
         allowed = self._allowed_pairs(attention)
         pairs = queries[:, :, None] & keys[:, None, :]
-        is_full = (allowed | ~pairs).flatten(1).all(1)
+        if sequences.are_packed:
+            pairs &= sequences.of_query[:, :, None] == sequences.of_query[:, None, :]
+        is_full = ~sequences.having((pairs & ~allowed).any(2))
         kinds = torch.where(is_full, FULL, MASKED)
         if queries.shape == keys.shape and not is_full.all():
             below = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool).tril()
-            is_causal = ((allowed & pairs) == (below & pairs)).flatten(1).all(1) & (queries == keys).all(1)
+            is_causal = ~sequences.having((pairs & (allowed ^ below)).any(2) | (queries != keys))
             kinds = torch.where(is_causal & ~is_full, CAUSAL, kinds)
         if attention.is_causal and attention.mask is None and bool((kinds == MASKED).any()):
             self.fits = False
         return kinds
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """The sequences of a batch's tokens."""
+
+    of_query: Tensor
+    """The number of each query's sequence, [batch, queries]."""
+    are_packed: bool
+    """True if several lie in one row."""
+    count: int
+
+    def having(self, flags: Tensor) -> Tensor:
+        """Returns which sequences have a query that is flagged."""
+        return torch.bincount(self.of_query[flags], minlength=self.count) > 0
 
 
 def _flags_at(positions: Tensor, batch: int, length: int) -> Tensor:

@@ -38,6 +38,8 @@ class Proposal:
     """Floating point operations of the whole graph."""
     work_of: dict[int, float]
     """Floating point operations of each row set, by its number."""
+    work_of_runs: list[float]
+    """Floating point operations of each varlen attention of the tables, of all layers that share it."""
 
     @property
     def plan(self) -> RowPlan:
@@ -53,9 +55,10 @@ class Proposal:
         """Returns the floating point operations that a batch needs."""
         if not batch.fits:
             return self.work
-        densities = zip(self.plan.sets, batch.densities, strict=True)
+        works = [*(self.work_of.get(rows.number, 0.0) for rows in self.plan.sets), *self.work_of_runs]
+        counts = [*batch.densities, *batch.pairs]
         return self.work - sum(
-            self.work_of.get(rows.number, 0.0) * (1 - count / max(whole, 1)) for rows, (count, whole) in densities
+            work * (1 - count / max(whole, 1)) for work, (count, whole) in zip(works, counts, strict=True)
         )
 
     def write(self, arguments: Sequence[Any]) -> list[Any]:
@@ -86,19 +89,21 @@ def propose(traced: fx.GraphModule, inputs: Sequence[Any], wishes: SkippableRows
     demands = analyse_rows(traced.graph, unread, wishes)
     plan = make_plan(demands)
     work_of = _work(plan)
-    if not sum(work_of.values()):
+    if not sum(work_of.values()) and not plan.runs:
         raise NothingToSkip(_why_all_rows(traced.graph, demands))
     front = RowTableBuilder(plan, traced)
     if not front.is_possible:
         raise NothingToSkip("the labels are computed from what the model computes")
-    return Proposal(traced, front, unread, sum(map(flops, traced.graph.nodes)), work_of)
+    work_of_runs = [0.0] * len(front.runs)
+    for attention, *_ in plan.runs:
+        work_of_runs[front.run_of(attention)] += flops(attention.node)
+    return Proposal(traced, front, unread, sum(map(flops, traced.graph.nodes)), work_of, work_of_runs)
 
 
 def _work(plan: RowPlan) -> dict[int, float]:
     work: dict[int, float] = defaultdict(float)
     for node, rows in plan.set_of.items():
-        attention = plan.demands.attentions.get(node)
-        if node.op == "call_function" and (attention is None or attention.can_run_varlen):
+        if node.op == "call_function" and node not in plan.demands.attentions:
             step = plan.demands.propagations.get(node)
             work[rows.number] += sum(map(flops, (node, *(step.inner_nodes if step else ()))))
     return dict(work)
