@@ -104,8 +104,13 @@ def _optional(shape: Shape) -> bool:
 
 def _with_example(shape: Shape) -> Shape:
     """Returns the shape with an example for each key that must be given."""
-    required = {key: {"default": "statistics"} for key in shape.get("required", ())}
-    return {"properties": {key: below | required.get(key, {}) for key, below in shape["properties"].items()}}
+    required = set(shape.get("required", ()))
+    properties = shape["properties"].items()
+    return {
+        "properties": {
+            key: below | ({"default": below["examples"][0]} if key in required else {}) for key, below in properties
+        }
+    }
 
 
 def _wrap(text: str, width: int) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from ort_accel.config.declaration import NO_ROW
-from ort_accel.config.sections import Compute, Density, Distributed, Engine, Memory, Observe, Optimizer, Precision
+from ort_accel.config.sections import Compute, Data, Density, Distributed, Engine, Memory, Observe, Optimizer, Precision
 from ort_accel.config.values import EXACT, Section
 
 
@@ -19,6 +19,7 @@ class Config(Section):
     precision: Precision = Precision()
     compute: Compute = Compute()
     memory: Memory = Memory()
+    data: Data = Data()
     density: Density = Density()
     optimizer: Optimizer = Optimizer()
     distributed: Distributed = Distributed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
@@ -19,6 +20,7 @@ from ort_accel.hf.companions import accelerate_companion
 from ort_accel.hf.load_balancing import record_load_balancing
 from ort_accel.hf.metrics import StepMetrics
 from ort_accel.hf.optimizer import check_optimizer, step_in_backward_if_configured
+from ort_accel.hf.packing import packed_training_set, record_packing
 from ort_accel.hf.trainer_hooks import extend_trainer
 from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.report_file import ReportFile
@@ -27,6 +29,7 @@ from ort_accel.subscribers import StatisticsSubscriber, SubscriberManager
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import Trainer
 
     from ort_accel.compiler.module_call import ModelCall
 
@@ -84,6 +87,7 @@ class ORTAccelCallback(TrainerCallback):
         self._activations = _record_activations(named["model"], self.config)
         report = self.metrics.report = report_of(named["model"], self.config)
         report.series.clear()  # of an earlier training
+        record_packing(report, self.config, named.get("train_dataloader"))
         record_load_balancing(report, self.config, named.get("train_dataloader"), args.world_size)
         if self.config.density.inspect:
             every, level = self.config.density.inspect_every, self.config.observe.log_level
@@ -118,6 +122,10 @@ class ORTAccelCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: object, **__: object) -> None:  # noqa: ARG002
         """Stop the timer."""
         self.metrics.end_step(state.global_step)
+
+    def on_train_dataloader(self, trainer: Trainer) -> AbstractContextManager[None]:
+        """Returns a context in which the Trainer has a packed training set, if the configuration asks for one."""
+        return packed_training_set(trainer, self.config)
 
     def on_batch(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Inspect a batch before the model is trained on it."""

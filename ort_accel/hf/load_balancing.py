@@ -68,7 +68,7 @@ def load_balanced_order(trainer: Trainer, config: Config, dataset: Any) -> Sampl
         )
     settings = config.distributed.load_balancing
     sampler = LoadBalancingDistributedSampler(
-        lengths_of(samples, trainer),
+        lengths_of(samples, trainer, "distributed.load_balancing"),
         float,
         args.world_size,
         args.process_index,
@@ -81,8 +81,11 @@ def load_balanced_order(trainer: Trainer, config: Config, dataset: Any) -> Sampl
     return StepOrder(sampler, args.train_batch_size // (args.world_size if split else 1), trainer)
 
 
-def lengths_of(samples: Any, trainer: Trainer) -> Sequence[int]:
-    """Returns the number of tokens of each sample, from the length column if the dataset has one."""
+def lengths_of(samples: Any, trainer: Trainer, key: str) -> Sequence[int]:
+    """Returns the number of tokens of each sample, from the length column if the dataset has one.
+
+    `key` of the configuration needs them.
+    """
     column = trainer.args.length_column_name
     if column in (getattr(samples, "column_names", None) or ()):
         return [int(length) for length in samples[column]]
@@ -91,7 +94,7 @@ def lengths_of(samples: Any, trainer: Trainer) -> Sequence[int]:
         return [len(samples[index][names[0]]) for index in range(len(samples))]
     except (KeyError, TypeError, IndexError) as error:
         raise OrtAccelError(
-            f"distributed.load_balancing counts the tokens of each sample's {names[0]!r}, and a sample has none "
+            f"{key} counts the tokens of each sample's {names[0]!r}, and a sample has none "
             f"({type(error).__name__}: {error}); add a column {column!r} to the dataset, or remove the key"
         ) from error
 

@@ -1,14 +1,15 @@
 """Extensions of transformers' Trainer where its callback events do not suffice, for trainers with our callback.
 
-There are no events for a batch, for the computation of the loss, or for companion models. None comes before a
-checkpoint is saved or before the loggers get a line. So these methods are extended in place, once. A Trainer without
-our callback does not change, except for one whose model a launch runs on ONNX Runtime.
+There are no events for a data loader or a batch, for the computation of the loss, or for companion models. None comes
+before a checkpoint is saved or before the loggers get a line. So these methods are extended in place, once. A Trainer
+without our callback does not change, except for one whose model a launch runs on ONNX Runtime.
 Checked on transformers 5.17 and 5.23; tests/hf/test_trainer_hooks.py says which assumption broke.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import cache, wraps
 from typing import Literal, Protocol
 
@@ -24,6 +25,9 @@ from ort_accel.hf.loss_in_graph import Count, Inputs, loss_in_graph
 
 class TrainerEvents(Protocol):
     """The interface of a callback that the extensions call."""
+
+    def on_train_dataloader(self, trainer: Trainer) -> AbstractContextManager[None]:
+        """Returns a context in which the data loader of the training is built."""
 
     def on_batch(self, model: nn.Module | None, inputs: Inputs) -> None:
         """Called with each batch before the model is trained on it."""
@@ -55,6 +59,7 @@ def extend_trainer(kind: type[TrainerEvents]) -> None:
     CallbackHandler.on_log = wraps(CallbackHandler.on_log)(  # type: ignore[method-assign]
         _telling(CallbackHandler.on_log, callback_in)
     )
+    _extend("get_train_dataloader", _loading(Trainer.get_train_dataloader, callback_of))
     _extend("training_step", _training(Trainer.training_step, callback_of))
     _extend("create_accelerator_and_postprocess", _owning(Trainer.create_accelerator_and_postprocess))
 
@@ -129,6 +134,17 @@ def _telling(
         return original(self, args, state, control, logs, **more)
 
     return on_log
+
+
+def _loading(original: Callable[..., object], callback_of: _Finder) -> Callable[..., object]:
+    def get_train_dataloader(self: Trainer) -> object:
+        callback = callback_of(self)
+        if callback is None:
+            return original(self)
+        with callback.on_train_dataloader(self):
+            return original(self)
+
+    return get_train_dataloader
 
 
 def _training(original: Callable[..., object], callback_of: _Finder) -> Callable[..., object]:

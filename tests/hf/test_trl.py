@@ -124,6 +124,23 @@ def test_it_trains_as_in_eager_mode_in_whole_graphs(build, trained):
         assert any("only evaluated beside" in note for note in ort_accel.report(ours.model).notes)
 
 
+def packed(args, **common):
+    return sft(partial(args, packing=True, max_length=32), **common)
+
+
+def padding_free(args, **common):
+    return sft(partial(args, padding_free=True, max_length=None), **common)
+
+
+@pytest.mark.parametrize("build", mostly_long([packed, padding_free], packed))
+def test_packed_sequences_train_as_in_eager_mode_each_by_itself(build, trained):
+    eager, ours = trained(build), trained(build, ORTAccelCallback(QUIET))
+    assert losses(ours) == pytest.approx(losses(eager), abs=1e-4)
+    for name, tensor in eager.model.state_dict().items():
+        torch.testing.assert_close(ours.model.state_dict()[name], tensor, rtol=1e-3, atol=1e-4)
+    assert ort_accel.report(ours.model).counters["packed sequences"] > 8
+
+
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 

@@ -1,6 +1,7 @@
 """One file a section of the YAML, of the section's name."""
 
 from ort_accel.config.sections.compute import Compute, Triton, Tuning
+from ort_accel.config.sections.data import Data, Packing
 from ort_accel.config.sections.density import Density
 from ort_accel.config.sections.distributed import Distributed, LoadBalancing
 from ort_accel.config.sections.engine import Engine
@@ -13,6 +14,7 @@ __all__ = [
     "ActivationStatistics",
     "CastPropagation",
     "Compute",
+    "Data",
     "Density",
     "Distributed",
     "Engine",
@@ -21,6 +23,7 @@ __all__ = [
     "Memory",
     "Observe",
     "Optimizer",
+    "Packing",
     "Precision",
     "Triton",
     "Tuning",

@@ -24,7 +24,7 @@ def _unknown_kind(file: Path | None) -> str | None:
 class ActivationStatistics(Section):
     """Per-module activation statistics, in files that two runs can be compared by."""
 
-    output_dir: Annotated[FilePath, NO_ROW]
+    output_dir: Annotated[FilePath, Field(examples=["statistics"]), NO_ROW]
     """The folder to write to."""
 
     start_step: Annotated[Annotated[int, Field(ge=0)] | None, NO_ROW] = None
@@ -65,7 +65,8 @@ class Observe(Section):
     metrics: Annotated[Literal["loggers", "history", "none"], NO_ROW] = "loggers"
     """The places of the engine's figures (`ort/step_time`, `ort/tokens_per_s`, ...) in a Trainer's logs. `loggers`:
     in the progress output and what the Trainer reports to. `history`: in `trainer.state.log_history` too, which
-    checkpoints keep, although times of two runs differ. `none`: nowhere but in the report."""
+    checkpoints keep, although times of two runs differ. `none`: nowhere but in the report, and without
+    `ort/flops_per_s` and `ort/mfu`, so that nothing is counted."""
 
     activation_statistics: Annotated[
         ActivationStatistics | None,
