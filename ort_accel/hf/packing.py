@@ -43,10 +43,10 @@ def packed_training_set(trainer: Trainer, config: Config) -> Iterator[None]:
     """
     packing, collator = config.data.packing, trainer.data_collator
     dataset: Any = trainer.train_dataset
-    if packing is None and not _flattens(collator):
+    assert trainer.model is not None
+    if packing is None and (not _flattens(collator) or is_partitioned(trainer.model)):
         yield
         return
-    assert trainer.model is not None
     if (why := why_not_packed(trainer.model, getattr(collator, "position_ids_start", 0))) is not None:
         who = FEATURE if packing is not None else f"the {type(collator).__name__}"
         raise OrtAccelError(f"{who} packs several sequences into a row, and in this model {why}; train it unpacked")

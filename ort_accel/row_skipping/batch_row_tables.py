@@ -11,12 +11,13 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch.nn import functional as F
 
 from ort_accel.graph.symbolic_sizes import SizeFunction, SymbolSource, expression
 from ort_accel.kernels.attention_packed import CAUSAL, FULL, MASKED
 from ort_accel.row_skipping.attention_match import Attention
 from ort_accel.row_skipping.input_graph import InputGraphWriter
-from ort_accel.row_skipping.packed_sequences import packed_sequences
+from ort_accel.row_skipping.packed_sequences import Part, parts_of
 from ort_accel.row_skipping.row_flow import value_of
 from ort_accel.row_skipping.row_plan import RowPlan, RowSet
 from ort_accel.row_skipping.row_sets import (
@@ -199,7 +200,7 @@ class _BatchAnalysis:
         symbols: dict[str, int],
     ) -> None:
         self._builder, self._tensors, self._masks, self._symbols = builder, tensors, masks, symbols
-        self._allowed: dict[fx.Node, Tensor] = {}
+        self._parts: dict[object, list[Part]] = {}
         self.fits = True
         self.packed = 0
         """The sequences of the batch, once an attention was found to have several in a row."""
@@ -278,13 +279,15 @@ class _BatchAnalysis:
             flags[(~flags).nonzero()[:MIN_ROWS]] = True
         return flags
 
+    def _parts_of(self, attention: Attention) -> list[Part]:
+        """Returns which keys a query may attend to, in parts that do not attend to each other."""
+        key = attention.node if attention.mask is None else (attention.mask, attention.is_causal)
+        if key not in self._parts:
+            self._parts[key] = parts_of(self._allowed_pairs(attention), self._sizes_of(attention)[0])
+        return self._parts[key]
+
     def _allowed_pairs(self, attention: Attention) -> Tensor:
         """Returns which keys a query may attend to: [batch, queries, keys], where batch and queries may be 1."""
-        if attention.node not in self._allowed:
-            self._allowed[attention.node] = self._find_allowed_pairs(attention)
-        return self._allowed[attention.node]
-
-    def _find_allowed_pairs(self, attention: Attention) -> Tensor:
         queries, keys = value_of(attention.query).shape[2], attention.key_length
         found = self._masks[attention.node]
         if found is None:
@@ -297,13 +300,16 @@ class _BatchAnalysis:
 
     def _attended_keys(self, attention: Attention, query_flags: Tensor) -> Tensor:
         """Returns flags of the keys that these queries attend to; the batch does not fit if a query has none."""
-        allowed = self._allowed_pairs(attention)
-        queries = query_flags.view(self._size(expression(value_of(attention.query).shape[0])), -1)
-        self.fits &= bool((allowed.any(2) | ~queries).all())
-        if allowed.shape[1] == 1:
-            reached = allowed[:, 0] & queries.any(1, keepdim=True)
-        else:
-            reached = (allowed & queries[:, :, None]).any(1)
+        batch, _, keys = self._sizes_of(attention)
+        queries = query_flags.view(batch, -1)
+        reached = torch.zeros(batch, keys, dtype=torch.bool)
+        for rows, tokens, allowed in self._parts_of(attention):
+            asking = queries[rows, tokens]
+            self.fits &= bool((allowed.any(2) | ~asking).all())
+            if allowed.shape[1] == 1:
+                reached[rows, tokens] = allowed[:, 0] & asking.any(1, keepdim=True)
+            else:
+                reached[rows, tokens] = (allowed & asking[:, :, None]).any(1)
         return reached.flatten()
 
     def spans(self, attention: Attention, queries: RowSet, keys: RowSet, gather: Sequence[Tensor]) -> Tensor:
@@ -314,21 +320,17 @@ class _BatchAnalysis:
         batch, *lengths = self._sizes_of(attention)
         sides = [gather[rows.number] for rows in (queries, keys)]
         flags = [_flags_at(positions, batch, length) for positions, length in zip(sides, lengths, strict=True)]
-        packed = packed_sequences(self._allowed_pairs(attention), *flags)
-        of_tokens = [
-            torch.arange(batch)[:, None].expand(batch, length) if packed is None else packed for length in lengths
-        ]
-        count = batch if packed is None else int(packed.max()) + 1
-        self.packed = max(self.packed, 0 if packed is None else count)
-        counts = [
-            torch.bincount(numbers.flatten()[positions], minlength=max(count, MIN_ROWS))
-            for numbers, positions in zip(of_tokens, sides, strict=True)
-        ]
+        parts = self._parts_of(attention)
+        of_parts = [[one[part.rows, part.tokens] for one in flags] for part in parts]
+        kinds = [self._mask_kinds(attention, part.allowed, *of) for part, of in zip(parts, of_parts, strict=True)]
+        counts = [torch.cat([of[side].sum(1) for of in of_parts]) for side in range(2)]
+        if len(parts) > 1:
+            self.packed = max(self.packed, int(((counts[0] > 0) & (counts[1] > 0)).sum()))
+        missing = max(0, MIN_ROWS - len(counts[0]))
+        counts = [F.pad(one, (0, missing)) for one in counts]
         ends = [one.cumsum(0) for one in counts]
         columns = [column for end, one in zip(ends, counts, strict=True) for column in (end - one, end)]
-        sequences = _Sequences(of_tokens[0], packed is not None, len(counts[0]))
-        kinds = self._mask_kinds(attention, flags[0], flags[1], sequences)
-        return torch.stack([*columns, kinds], 1)
+        return torch.stack([*columns, F.pad(torch.cat(kinds), (0, missing), value=FULL)], 1)
 
     def pairs(self, spans: Tensor, attention: Attention) -> tuple[int, int]:
         """Returns how many pairs of query and key these spans have, and how many the whole attention has."""
@@ -342,39 +344,22 @@ class _BatchAnalysis:
         batch, queries, keys = (self._size(expression(size)) for size in (shape[0], shape[2], attention.key_length))
         return batch, queries, keys
 
-    def _mask_kinds(self, attention: Attention, queries: Tensor, keys: Tensor, sequences: _Sequences) -> Tensor:
+    def _mask_kinds(self, attention: Attention, allowed: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        """Returns how each row of a part is masked."""
         mask = self._masks[attention.node]
         is_bool = attention.mask is None or value_of(attention.mask).dtype == torch.bool
         if not is_bool or (mask is not None and mask.shape[1] > 1):
-            return torch.full((sequences.count,), MASKED)
-        allowed = self._allowed_pairs(attention)
+            return torch.full((len(queries),), MASKED)
         pairs = queries[:, :, None] & keys[:, None, :]
-        if sequences.are_packed:
-            pairs &= sequences.of_query[:, :, None] == sequences.of_query[:, None, :]
-        is_full = ~sequences.having((pairs & ~allowed).any(2))
+        is_full = (allowed | ~pairs).flatten(1).all(1)
         kinds = torch.where(is_full, FULL, MASKED)
         if queries.shape == keys.shape and not is_full.all():
             below = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool).tril()
-            is_causal = ~sequences.having((pairs & (allowed ^ below)).any(2) | (queries != keys))
+            is_causal = ((allowed & pairs) == (below & pairs)).flatten(1).all(1) & (queries == keys).all(1)
             kinds = torch.where(is_causal & ~is_full, CAUSAL, kinds)
         if attention.is_causal and attention.mask is None and bool((kinds == MASKED).any()):
             self.fits = False
         return kinds
-
-
-@dataclass(frozen=True)
-class _Sequences:
-    """The sequences of a batch's tokens."""
-
-    of_query: Tensor
-    """The number of each query's sequence, [batch, queries]."""
-    are_packed: bool
-    """True if several lie in one row."""
-    count: int
-
-    def having(self, flags: Tensor) -> Tensor:
-        """Returns which sequences have a query that is flagged."""
-        return torch.bincount(self.of_query[flags], minlength=self.count) > 0
 
 
 def _flags_at(positions: Tensor, batch: int, length: int) -> Tensor:

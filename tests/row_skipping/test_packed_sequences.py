@@ -1,10 +1,12 @@
 """The sequences of a row are found by the pairs that its attention allows, and never split where a pair crosses."""
 
+from itertools import accumulate
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ort_accel.row_skipping.packed_sequences import packed_sequences
+from ort_accel.row_skipping.packed_sequences import parts_of
 
 LENGTHS = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=5), min_size=1, max_size=3)
 
@@ -30,61 +32,51 @@ MASKS = {
 }
 
 
+def edges_of(parts):
+    """The first row and the first token of each part, and the token after its last."""
+    return [(part.rows.start or 0, part.tokens.start or 0, part.tokens.stop) for part in parts]
+
+
 @settings(deadline=None)
 @given(LENGTHS, st.sampled_from(sorted(MASKS)))
-def test_rows_are_split_into_their_sequences(rows, name):
+def test_rows_are_divided_into_their_sequences(rows, name):
     numbers = numbers_of(rows)
-    real = numbers >= 0
-    found = packed_sequences(allowed_by(numbers, MASKS[name]), real, real)
-    if max(map(len, rows)) == 1:
-        assert found is None
-        return
-    assert (found.diff(dim=1) >= 0).all()
-    for at in range(len(rows)):
-        of_row = found[at][real[at]]
-        assert torch.equal(of_row - of_row[0], numbers[at][real[at]])
-    starts = [int(row[0]) for row in found]
-    assert starts == sorted(set(starts))  # no sequence goes on in the next row
+    allowed = allowed_by(numbers, MASKS[name])
+    parts = parts_of(allowed, len(rows))
+    rebuilt = torch.zeros_like(allowed)
+    for part in parts:
+        rebuilt[part.rows, part.tokens, part.tokens] |= part.allowed
+    assert torch.equal(rebuilt, allowed)
+    found = set(edges_of(parts))
+    if len(parts) > 1:
+        assert edges_of(parts) == sorted(found)
+        for number, row in enumerate(rows):
+            ends = list(accumulate(row))
+            longer = {(number, end - length, end) for length, end in zip(row, ends, strict=True) if length > 1}
+            assert longer <= found
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(2, 5), min_size=2, max_size=4), st.data())
 def test_a_single_pair_that_crosses_keeps_a_row_whole(row, data):
-    numbers = numbers_of([row])
-    allowed = allowed_by(numbers, MASKS["causal"])
-    query = data.draw(st.integers(row[0] + 1, sum(row) - 1))
-    first = int((numbers[0] == numbers[0, query]).nonzero()[0])
-    key = data.draw(st.integers(0, first - 1)) if first else 0
-    allowed[0, query, key] = True
-    everything = torch.ones_like(numbers, dtype=torch.bool)
-    found = packed_sequences(allowed, everything, everything)
-    assert found is None or found[0, query] == found[0, key]
+    allowed = allowed_by(numbers_of([row]), MASKS["causal"])
+    query = data.draw(st.integers(row[0], sum(row) - 1))
+    allowed[0, query, data.draw(st.integers(0, row[0] - 1))] = True
+    inside = sum(int(part.allowed.count_nonzero()) for part in parts_of(allowed, 1))
+    assert inside == int(allowed.count_nonzero())
 
 
-def test_a_pair_that_nobody_reads_crosses_nothing():
-    numbers = numbers_of([[3, 3]])
-    allowed = allowed_by(numbers, MASKS["causal"])
-    allowed[0, 4, 0] = True
-    queries = torch.tensor([[True, True, True, True, False, True]])
-    assert packed_sequences(allowed, queries, torch.ones_like(queries)).tolist() == [[0, 0, 0, 1, 1, 1]]
+def test_padding_at_the_end_of_a_row_is_one_part():
+    allowed = allowed_by(numbers_of([[3, 2], [9]]), MASKS["causal"])
+    assert edges_of(parts_of(allowed, 2)) == [(0, 0, 3), (0, 3, 5), (0, 5, 9), (1, 0, 9)]
 
 
-def test_tokens_that_are_not_read_lie_between_sequences():
-    numbers = numbers_of([[2, 3, 2]])
-    read = torch.tensor([[True, True, False, False, False, True, True]])
-    found = packed_sequences(allowed_by(numbers, MASKS["causal"]), read, read)
-    assert found[0][read[0]].tolist() == [0, 0, 1, 1]
+def test_one_mask_for_all_rows_divides_all():
+    parts = parts_of(allowed_by(numbers_of([[2, 2]]), MASKS["full"]), 3)
+    assert edges_of(parts) == [(row, *tokens) for row in range(3) for tokens in ((0, 2), (2, 4))]
 
 
-def test_one_mask_for_all_rows_splits_all():
-    numbers = numbers_of([[2, 2]])
-    read = torch.ones(3, 4, dtype=torch.bool)
-    found = packed_sequences(allowed_by(numbers, MASKS["full"]), read, read)
-    assert found.tolist() == [[0, 0, 1, 1], [2, 2, 3, 3], [4, 4, 5, 5]]
-
-
-def test_keys_of_other_tokens_are_not_split():
-    allowed = torch.ones(1, 4, 6, dtype=torch.bool)
-    assert packed_sequences(allowed, torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 6, dtype=torch.bool)) is None
-    of_all_queries = torch.ones(1, 1, 4, dtype=torch.bool)
-    assert packed_sequences(of_all_queries, *[torch.ones(1, 4, dtype=torch.bool)] * 2) is None
+def test_a_mask_of_padding_or_for_other_keys_is_one_part():
+    for shape in ((3, 4, 6), (3, 1, 4), (1, 4, 4)):
+        allowed = torch.ones(shape, dtype=torch.bool)
+        assert [part.allowed for part in parts_of(allowed, 3)] == [allowed]
