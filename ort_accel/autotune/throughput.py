@@ -185,6 +185,31 @@ def _timed(machine: Machine, handover: handover_cost.Handover, module: fx.GraphM
     return KernelTimes(costs.ort, costs.pytorch, amount_of(node))
 
 
+PEAK_SIDE = 1024
+"""Rows and columns of the product whose speed stands for a machine's peak."""
+
+
+@cache
+def peak_flops_per_s(machine: Machine, dtype: torch.dtype) -> float | None:
+    """Returns the speed of a large product, of PyTorch's or ONNX Runtime's, the faster; None if it cannot be measured.
+
+    ONNX Runtime's is measured for single precision on the CPU, where it may be the faster one.
+    """
+    place = machine.settings.place
+
+    def measure() -> float:
+        left, right, result = (torch.ones(PEAK_SIDE, PEAK_SIDE, dtype=dtype, device=place.device) for _ in range(3))
+        seconds = Stopwatch(settle=place.settle).race({"": lambda: torch.mm(left, right, out=result)})
+        assert seconds is not None
+        best = seconds[""]
+        handover = handover_of(machine) if dtype == torch.float32 and not place.is_cuda else None
+        if handover is not None:
+            best = min(best, _timed(machine, handover, *call_of(aten.mm.default, (left, right))).ort)
+        return 2 * PEAK_SIDE**3 / best
+
+    return measured(place, measure)
+
+
 def call_of(target: OpOverload, arguments: Sequence[object]) -> tuple[fx.GraphModule, fx.Node]:
     """Returns a graph that calls an operator with arguments like these, and the call in it.
 

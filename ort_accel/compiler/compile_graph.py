@@ -25,7 +25,7 @@ from ort_accel.graph.meta_keys import CAST_OF
 from ort_accel.graph.nodes import count_ops, is_getitem, is_size, is_view, op_name, output_nodes_of, returned, user_line
 from ort_accel.graph.symbolic_sizes import SizeFunction, SymbolSource, expression
 from ort_accel.lowering.aten_call import needs_copy
-from ort_accel.operators.flops import flops
+from ort_accel.operators.flops import GraphFlops, flops
 from ort_accel.partition.assign import Assignment, Refusal, short_message
 from ort_accel.partition.placement import Decision, by_rule, place, segments
 from ort_accel.partition.segments import Body, Cut, body_of
@@ -48,7 +48,7 @@ def lower_graph(
     gradients: Gradients = (),
 ) -> Program:
     """Compile a functional ATen graph; `gradients` tells what a backward's outputs are the gradients of."""
-    options = lowering.passes
+    options, work = lowering.passes, GraphFlops(module.graph)
     if lowering.copies and name.startswith("forward"):
         options = replace(options, is_cached_weight=is_lasting)
     run_passes(module.graph, Stage.SEGMENTS, options, lowering.report)
@@ -60,6 +60,7 @@ def lower_graph(
     with lowering.report.timed("build sessions", name):
         builder = _ProgramBuilder(module, lowering, name, is_lasting, assignment, cuts)
         program = builder.program(gradients)
+        program.flops = work
     lowering.report.segments += builder.records
     for node, refusal in assignment.refusals.items():
         lowering.report.fallback(

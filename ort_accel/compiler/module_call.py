@@ -22,6 +22,7 @@ from ort_accel.compiler.row_dispatch import Mode
 from ort_accel.graph_cache.store import GRAPHS_LOADED
 from ort_accel.kernels.tensor_asserts import is_failed_check
 from ort_accel.runtime.lazy_tensor import LazyTensor, compute_all
+from ort_accel.runtime.work_count import WORK
 
 TRACE_AND_FIRST_RUN = "trace and first run"
 """The report's phase for the set-up outside of the backend: Dynamo's trace and guards, and the first run."""
@@ -61,7 +62,7 @@ class Compiled:
         if torch.is_grad_enabled():
             assert isinstance(args[0], nn.Module)
             return self._backend.comparison.call(
-                args[0], leaves, lambda: self._on_engine(leaves, args, kwargs), lambda: self._plain(*args, **kwargs)
+                args[0], leaves, lambda: self._on_engine(leaves, args, kwargs), lambda: self._in_eager(args, kwargs)
             )
         evaluation = self._backend.evaluation
         if evaluation.is_in_eager or self._backend.comparison.waits_in_eager:
@@ -93,7 +94,7 @@ class Compiled:
             if isinstance(failure, NotCapturedError):
                 return self._in_python(failure, args, kwargs)
             if failure is not None:  # eager mode raises the model's own error for the batch
-                return self._plain(*args, **kwargs)
+                return self._in_eager(args, kwargs)
             if mode is None:  # the first batch decided the mode of the graphs
                 first = self._calls.pop(None, None)
                 if first is not None:  # otherwise another thread has moved it
@@ -118,11 +119,15 @@ class Compiled:
 
     def _in_python(self, failure: NotCapturedError, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a call in eager mode, whose errors say more than Dynamo's; later calls are captured in parts."""
-        result = self._plain(*args, **kwargs)
+        result = self._in_eager(args, kwargs)
         self._backend.skipping.refused(failure.fault)
         self._backend.policy.not_compiled(f"a call of {self._name}", failure.fault, failure_line(failure.fault))
         self._left_to_python.leave(failure.code)
         return result
+
+    def _in_eager(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        WORK.missed()
+        return self._plain(*args, **kwargs)
 
     def _compiled(self, mode: Mode | None) -> Callable[..., object]:
         """Returns the function that is compiled for a mode; those for other modes are kept."""

@@ -15,16 +15,18 @@ from torch import fx
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.utils.checkpoint import checkpoint
 
+from ort_accel.runtime.work_count import WORK
+
 
 def eager_function(module: fx.GraphModule) -> Callable[..., Any]:
     """Return a function that gives a graph's results, and the gradients of the script's own lines."""
-    if any(node.target is tag_activation_checkpoint for node in module.graph.nodes):
-        return partial(_run, module)
-    return module
+    has_checkpoints = any(node.target is tag_activation_checkpoint for node in module.graph.nodes)
+    return partial(_run, module, has_checkpoints)
 
 
-def _run(module: fx.GraphModule, *inputs: Any) -> Any:
-    return _Checkpointing(module).run(*inputs)
+def _run(module: fx.GraphModule, has_checkpoints: bool, *inputs: Any) -> Any:
+    WORK.missed()
+    return _Checkpointing(module).run(*inputs) if has_checkpoints else module(*inputs)
 
 
 class _Checkpointing(fx.Interpreter):

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 
 from ort_accel.graph.symbolic_sizes import SizeFunction, SymbolSource
 from ort_accel.memory.out_of_memory import explain_out_of_memory
+from ort_accel.operators.flops import GraphFlops
+from ort_accel.runtime.work_count import WORK
 
 Symbols = dict[str, int]
 """The values of the symbols in sizes."""
@@ -53,6 +55,8 @@ class Program:
         self._outputs = outputs
         self._output_sizes = output_sizes
         self._before_each = before_each
+        self.flops: GraphFlops | None = None
+        """The floating point operations of a run; None where nobody counts them."""
 
     def __call__(self, args: Inputs) -> list[Any]:
         """Runs all segments. Outputs that are sizes are computed from the symbols."""
@@ -60,6 +64,8 @@ class Program:
         args.clear()
         symbols: Symbols = {}
         self._symbols.read(registers, symbols)
+        if WORK.is_on and self.flops is not None:
+            WORK.add(self.flops(symbols))
         for step in self.steps:
             self._before_each()
             tensors = [registers[index] for index in step.inputs]

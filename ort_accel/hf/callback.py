@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
+import torch
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 import ort_accel
+from ort_accel.autotune.throughput import Machine, peak_flops_per_s
 from ort_accel.config import Config
 from ort_accel.config.load import ConfigSource
 from ort_accel.engine import call_of, foresee, inspector_of, report_file_of
@@ -87,6 +90,8 @@ class ORTAccelCallback(TrainerCallback):
         self._activations = _record_activations(named["model"], self.config)
         report = self.metrics.report = report_of(named["model"], self.config)
         report.series.clear()  # of an earlier training
+        self.metrics.counts_flops = self.config.observe.metrics != "none"
+        self.metrics.peak = partial(_peak, named["model"], args)
         record_packing(report, self.config, named.get("train_dataloader"))
         record_load_balancing(report, self.config, named.get("train_dataloader"), args.world_size)
         if self.config.density.inspect:
@@ -153,6 +158,17 @@ class ORTAccelCallback(TrainerCallback):
             self._inspector.settle()
             values |= self._inspector.needed()
         return values
+
+
+def _peak(model: nn.Module, args: TrainingArguments) -> float | None:
+    """Returns the floating point operations a second that a model's device can do, in the type of its products."""
+    call = call_of(model)
+    if call is None:
+        return None
+    of_weights = next((parameter.dtype for parameter in model.parameters()), torch.float32)
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else of_weights
+    settings = call.backend.settings
+    return peak_flops_per_s(Machine(settings.session, settings.opset), dtype)
 
 
 def _record_activations(model: nn.Module, config: Config) -> SubscriberManager | None:

@@ -23,6 +23,8 @@ _SERIES = {
     "ort/tokens_per_s": ("Tokens a second that are not padding", "tokens a second"),
     "ort/density": ("Share of the tokens that are not padding", "share"),
     "ort/label_density": ("Share of the labels that are not ignored", "share"),
+    "ort/flops_per_s": ("Floating point operations a second that compiled graphs computed", "FLOP/s"),
+    "ort/mfu": ("The same as a share of the speed of a large matrix product", "share"),
     "ort/peak_memory": ("The most memory that the process has held so far", "MiB"),
 }
 """The caption and the unit of each figure over the steps."""

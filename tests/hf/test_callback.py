@@ -2,17 +2,22 @@
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, set_seed
 
 import ort_accel
 from ort_accel.hf import ORTAccelCallback
+from ort_accel.operators.flops import GraphFlops
 from tests.hf.tiny import Listener, arguments, bert, llama, logged, losses, make, reviews, texts, train
 from tests.hf.words import tokenizer
 
+CAUSAL = {"train_dataset": texts(), "max_steps": 2}
+WORK = {"ort/flops_per_s", "ort/mfu"}
 NUMBERS = {"ort/step_time", "ort/tokens_per_s", "ort/density", "ort/peak_memory", "ort/fallbacks"}
 
 
@@ -39,6 +44,31 @@ def test_metrics_that_a_batch_does_not_give_are_left_out(tmp_path):
     assert entry["ort/tokens_per_s"] * entry["ort/step_time"] == pytest.approx(4 * 8)
 
 
+def test_operations_are_counted_from_the_graphs(tmp_path):
+    """All rows are computed, so that eager mode's count of a batch is the same."""
+    config = {"density": {"labels": False, "padding": False}}
+    lines = logged(train("callback", tmp_path, partial(llama, attn_implementation="eager"), config=config, **CAUSAL))
+    with FlopCounterMode(display=False) as counter:
+        batch = {"input_ids": torch.ones(4, 8, dtype=torch.long), "attention_mask": torch.ones(4, 8)}
+        llama(attn_implementation="eager")(**batch, labels=batch["input_ids"]).loss.backward()
+    for line in lines:
+        assert line["ort/flops_per_s"] * line["ort/step_time"] == pytest.approx(counter.get_total_flops(), rel=1e-6)
+        assert 0 < line["ort/mfu"] < 1
+
+
+def test_operations_are_not_counted_where_nobody_asks_or_eager_mode_ran(tmp_path, compared_with_eager):
+    assert not WORK & set(logged(train("callback", tmp_path, max_steps=1))[-1])  # a small model begins in eager mode
+
+
+def test_operations_are_not_counted_without_metrics(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(GraphFlops, "__call__", lambda *_: asked.append(1) or 1)
+    train("callback", tmp_path, max_steps=1, config={"observe": {"metrics": "none"}})
+    assert asked == []
+    train("callback", tmp_path, max_steps=1)
+    assert len(asked) == 2
+
+
 def test_a_switched_off_engine_has_no_fallbacks_to_count(tmp_path):
     entry = logged(train("callback", tmp_path, max_steps=1, config={"engine": {"enabled": False}}))[-1]
     assert NUMBERS - set(entry) == {"ort/fallbacks"}
@@ -49,7 +79,7 @@ def test_the_numbers_reach_what_the_trainer_reports_to(tmp_path, monkeypatch):
     train("callback", tmp_path, max_steps=2, report_to=["tensorboard"])
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
-    for name in NUMBERS:
+    for name in NUMBERS | WORK:
         assert [event.step for event in events.Scalars(f"train/{name}")] == [1, 2]
 
 
