@@ -158,7 +158,12 @@ class Backend:
         config, lowering = self.config, self.lowering
         steps_early = lowering.leaves is not None and config.optimizer.step_in_backward
         cutter = partial(predict_segments, lowering=lowering)
-        return MemoryPlanner(config.memory, self.report, cutter, steps_early, config.observe.memory_stats)
+        predicts = config.observe.memory_stats
+        return MemoryPlanner(config.memory, self.report, cutter, self._state_bytes, steps_early, predicts)
+
+    def _state_bytes(self, trained: int) -> int:
+        assert self.memory_watch is not None, "a step's memory is predicted where it is followed"
+        return self.memory_watch.state_bytes(trained)
 
     def _follow_pytorch(self) -> None:
         """Compile by PyTorch's present settings if they have changed; Dynamo captures anew then."""

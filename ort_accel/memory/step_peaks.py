@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
 from ort_accel.memory.malloc_settings import trim_heap
+from ort_accel.memory.optimizer_states import optimizer_of, state_bytes
 from ort_accel.memory.process_memory import AllocationSampler, in_use, reset_high_water_mark, resident
 from ort_accel.memory_records import MeasuredPeak
 from ort_accel.observe.logs import rank
@@ -25,6 +26,10 @@ FIRST_WITHOUT_COMPILING = 2
 
 STEPS_LOGGED = 10
 """The first steps are logged; later ones if their number is a power of two."""
+
+
+ADAM_STATES = 2
+"""The states a parameter where the optimizer is not known: Adam's two moments."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,8 @@ class StepMemoryWatch:
         self._persistent_bytes = 0
         self._sampler: AllocationSampler | None = None
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
+        self._states: tuple[int, int] | None = None
+        """The bytes of the trained parameters, and of the states that the optimizer keeps for them."""
         self._hook = register_optimizer_step_post_hook(self._after_step)
 
     def close(self) -> None:
@@ -59,7 +66,7 @@ class StepMemoryWatch:
     def before_forward(self, model: nn.Module) -> None:
         """Note that a forward with gradients begins."""
         self._end_measurement()
-        self._model, self._step = ref(model), self._step + 1
+        self._model, self._step, self._states = ref(model), self._step + 1, None
         is_due = self._step >= FIRST_WITHOUT_COMPILING and self._report.measured_peak is None
         if is_due and _device(model).type == "cpu":
             if self._baseline is None or self._baseline.compilations != self._report.counters["compilations"]:
@@ -78,6 +85,32 @@ class StepMemoryWatch:
             step = self._step
             queue = Variable._execution_engine.queue_callback
             first.register_hook(lambda _: queue(lambda: self._after_backward(step)))  # type: ignore[no-untyped-call]
+
+    def state_bytes(self, trained: int) -> int:
+        """Returns the bytes of optimizer states for trained parameters of so many bytes of the present step's model."""
+        if self._states is None:
+            self._states = self._find_states()
+        parameters, states = self._states
+        return states * trained // parameters
+
+    def _find_states(self) -> tuple[int, int]:
+        model = self._model()
+        trained = [] if model is None else [item for item in model.parameters() if item.requires_grad]
+        optimizer = self._optimizer() or optimizer_of(trained)
+        states = None if optimizer is None else state_bytes(optimizer, trained)
+        parameters = sum(item.nbytes for item in trained)
+        if states is None or not parameters:
+            whose = (
+                "no optimizer of this model exists yet"
+                if optimizer is None
+                else f"a {type(optimizer).__name__} does not tell"
+            )
+            self._report.note(f"optimizer states: two a parameter are assumed, as Adam keeps; {whose}")
+            return 1, ADAM_STATES
+        self._report.note(
+            f"optimizer states: {states / 2**20:,.1f} MiB for {parameters / 2**20:,.1f} MiB of trained parameters"
+        )
+        return parameters, states
 
     def _after_backward(self, step: int) -> None:
         self._after_pass()

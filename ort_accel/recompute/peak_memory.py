@@ -32,8 +32,9 @@ from ort_accel.reporting import Runner
 Cutter = Callable[[fx.GraphModule, Gradients], list[Cut]]
 """Returns the segments of a graph that releases these gradients early. It may change the graph."""
 
-OPTIMIZER_STATES_PER_PARAMETER = 2
-"""Adam keeps two moments. The optimizer is not known when a graph is compiled."""
+OptimizerStates = Callable[[int], int]
+"""Returns the bytes of optimizer states for trained parameters of so many bytes."""
+
 UPDATE_TEMPORARIES = 2
 """Values of the size of a parameter that its update allocates, as PyTorch's AdamW does."""
 
@@ -83,6 +84,7 @@ def predict_step(
     backward: fx.GraphModule,
     num_outputs: int,
     cutter: Cutter,
+    states: OptimizerStates,
     steps_early: bool = False,
 ) -> StepMemory:
     """Predict the memory of a step of these graphs, which are changed.
@@ -94,8 +96,7 @@ def predict_step(
     trained = [node for node, gradient in zip(inputs, returned(backward.graph), strict=False) if gradient is not None]
     early = gradient_sources(forward, backward, num_outputs) if steps_early else ()
     memory = LiveMemory()
-    state_bytes = OPTIMIZER_STATES_PER_PARAMETER * sum(map(output_bytes, trained))
-    step = StepMemory(sum(map(output_bytes, inputs)), state_bytes)
+    step = StepMemory(sum(map(output_bytes, inputs)), states(sum(map(output_bytes, trained))))
     step.stages += _PassSimulation(forward, {}, set()).stages("forward", memory, cutter(forward, ()))
     results = returned(forward.graph)
     owners = {node.name: storage_owner(node).name for node in results if isinstance(node, fx.Node)}

@@ -22,7 +22,7 @@ from ort_accel.recompute.joint_graph import forward_nodes, is_unchanged_input, p
 from ort_accel.recompute.memory_report import memory_stages, offload_rows, plan_rows, symbol_values
 from ort_accel.recompute.offload import OffloadCandidates, insert_offload
 from ort_accel.recompute.pack_masks import has_masks, packed_bytes, packing_ms
-from ort_accel.recompute.peak_memory import Cutter, StepMemory, predict_step
+from ort_accel.recompute.peak_memory import Cutter, OptimizerStates, StepMemory, predict_step
 from ort_accel.recompute.plans import PlanOption, Probe, RecomputeSite, find_plans, match_plans
 from ort_accel.recompute.saved_values import saved_values, total_bytes
 from ort_accel.recompute.split_joint_graph import GraphPair, copy_joint_graph, split_joint_graph
@@ -72,12 +72,14 @@ class MemoryPlanner:
         memory: Memory,
         report: Report,
         cutter: Cutter,
+        states: OptimizerStates,
         steps_early: bool = False,
         predicts: bool = False,
     ) -> None:
         """`steps_early`: the optimizer consumes gradients in the backward. `predicts` asks for the peak of a step in
         the report, which takes a while; a budget needs it anyway."""
         self._memory, self._report, self._cutter, self._steps_early = memory, report, cutter, steps_early
+        self._states = states
         self._predicts = predicts or memory.budget is not None
         self._level = 0 if memory.level == "auto" else memory.level
         self._plans = read_plan_file(memory.plan_file) if memory.plan_file is not None else join_plans(memory.plans)
@@ -97,7 +99,7 @@ class MemoryPlanner:
             copy, copied = copy_joint_graph(joint, plan.recomputed)
             pair = split(copy, copied, plan.packs_masks)
             overhead_ms = insert_offload(pair, num_fwd_outputs, plan.moved).cost_ms + packing_ms(pair)
-            step = predict_step(*pair, num_fwd_outputs, self._cutter, self._steps_early)
+            step = predict_step(*pair, num_fwd_outputs, self._cutter, self._states, self._steps_early)
             step.overhead_ms = overhead_ms
             return step
 
