@@ -6,7 +6,9 @@ torch 2.11 to 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,12 +63,27 @@ class AutogradCompiler:
             partition_fn=graph.split,
             keep_inference_input_mutations=True,
         )
-        with keep_unused_draws():
+        with keep_unused_draws(), _copied_graph(module):
+            run_passes(module.graph, Stage.REDUCED, self.lowering.passes, self.lowering.report)
             run = compile_graph(module, inputs)
         if self.keeps_records:
             run = aot_result(run, module)
         self.lowering.trim_memory()
         return WithoutUnusedGradients(run, graph.partial) if graph.partial else run
+
+
+@contextmanager
+def _copied_graph(module: fx.GraphModule) -> Iterator[None]:
+    """While the context is entered, a module has a copy of its graph. Eager mode runs the graph as it was captured."""
+    original = module.graph
+    module.graph = copy.deepcopy(original)
+    for node, copied in zip(original.nodes, module.graph.nodes, strict=True):
+        if hasattr(node, "_dynamo_source"):  # may be None
+            copied._dynamo_source = node._dynamo_source
+    try:
+        yield
+    finally:
+        module.graph = original
 
 
 @dataclass

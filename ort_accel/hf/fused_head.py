@@ -1,7 +1,7 @@
 """Plain operators in place of TRL's head of language models, which computes log probabilities in chunks.
 
-TRL never holds all logits at once, and on a CPU it computes the logits of every token again in the backward, padding
-and prompts included. As operators of the model's graph they are computed once, and only for tokens with a label.
+On a CPU, TRL computes the logits of every token, padding and prompts included. As operators of the model's graph they
+are computed for tokens with a label only. Few logits are kept for the backward; many never exist at once.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ort_accel.capture.autograd_replacements import Replacement, capture_as_operators
+from ort_accel.kernels.linear_token_scores import ScoreForm, linear_token_scores
 from ort_accel.kernels.token_log_probs import token_scores
 
 TRL_MODULE = "trl.kernels.chunked_logprob"
-MAX_LOGITS = 1 << 28
-"""The number of logits above which TRL's own function is used, since it takes less memory."""
+MOST_KEPT_LOGITS = 1 << 24
+"""The number of logits up to which they are kept for the backward. More are computed again, some rows at a time."""
+STATISTICS = ("log_sum_sq_probs", "mean_logits", "is_top1")
+"""Names of numbers without gradients, in the operator's order."""
 
 LogProbs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -34,8 +37,7 @@ def write_out_heads() -> None:
 
 def _is_suitable(arguments: Sequence[Any]) -> bool:
     hidden, weight = arguments[:2]
-    is_on_cpu = isinstance(hidden, Tensor) and isinstance(weight, Tensor) and hidden.device.type == "cpu"
-    return is_on_cpu and bool(hidden.shape[0] * weight.shape[0] <= MAX_LOGITS)
+    return isinstance(hidden, Tensor) and isinstance(weight, Tensor) and hidden.device.type == "cpu"
 
 
 def _log_probs(
@@ -50,8 +52,18 @@ def _log_probs(
     outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
 ) -> LogProbs:
     """Returns the log probability of each row's target, and the statistics that `outputs` names."""
-    bias = None if bias is None else bias.to(hidden.dtype)
-    logits = F.linear(hidden, weight.to(hidden.dtype), bias).float()
+    bias, weight = None if bias is None else bias.to(hidden.dtype), weight.to(hidden.dtype)
+    if hidden.shape[0] * weight.shape[0] > MOST_KEPT_LOGITS:
+        form = ScoreForm(scale, softcap or 0.0, temperature)
+        scored = linear_token_scores(hidden, weight, bias, targets, form, [name in outputs for name in STATISTICS])
+        return (
+            scored.log_probs,
+            scored.entropy if "entropy" in outputs else None,
+            scored.log_sum_sq_probs if "log_sum_sq_probs" in outputs else None,
+            scored.mean_logits if "mean_logits" in outputs else None,
+            scored.is_top1 if "is_top1" in outputs else None,
+        )
+    logits = F.linear(hidden, weight, bias).float()
     if scale != 1:
         logits = logits * scale
     if softcap is not None:

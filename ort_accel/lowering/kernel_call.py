@@ -17,7 +17,16 @@ from torch import fx
 from ort_accel.graph.memory_layout import is_plain
 from ort_accel.graph.nodes import fakes_in
 from ort_accel.graph.symbolic_sizes import Size, known_equal
-from ort_accel.kernels import bit_mask, cross_entropy, gated, linear_4bit, packed_rows, rms_norm, rotary
+from ort_accel.kernels import (
+    bit_mask,
+    cross_entropy,
+    gated,
+    linear_4bit,
+    linear_cross_entropy,
+    packed_rows,
+    rms_norm,
+    rotary,
+)
 from ort_accel.native.run_kernel import ELEMENTS
 
 aten = torch.ops.aten
@@ -179,6 +188,29 @@ def _cross_entropy_backward(
     sizes = ignored, *_fake(log_probs).shape, ELEMENTS[_fake(log_probs).dtype]
     grad_stride = int(reduction == cross_entropy.NONE)
     return KernelCall("nll_gradient", (grad, grad_stride, log_probs, target, weight, total, *sizes, Output(0)))
+
+
+@_chosen_for(linear_cross_entropy.own.linear_cross_entropy.default)
+def _linear_cross_entropy(
+    _: fx.Node,
+    hidden: fx.Node,
+    weight: fx.Node,
+    bias: fx.Node | None,
+    target: fx.Node,
+    reduction: int,
+    ignored: Size,
+    options: Sequence[float],
+    wanted: Sequence[bool],
+) -> KernelCall | None:
+    of_bias = None if bias is None else _fake(bias)
+    if not linear_cross_entropy.takes(_fake(hidden), _fake(weight), of_bias, _fake(target)):
+        return None
+    dtype, columns = _fake(hidden).dtype, _fake(weight).shape[0]
+    sizes = *_fake(hidden).shape, columns, ELEMENTS[dtype], ignored, int(reduction == linear_cross_entropy.MEAN)
+    most_rows = linear_cross_entropy.rows_at_once(columns, dtype)
+    outputs = [Output(0), *(Output(1 + at) if want else None for at, want in enumerate(wanted))]
+    operands = hidden, weight, bias, target
+    return KernelCall("linear_cross_entropy", (*operands, *sizes, *map(float, options), most_rows, *outputs))
 
 
 @_chosen_for(rotary.own.rotary.default)

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "kernels/kernel.h"
+#include "kernels/matrix.h"
 
 namespace ort_accel {
 namespace {
@@ -50,6 +51,7 @@ void run_serially(int64_t count, int64_t, Range run, void* context) { run(0, cou
 }  // namespace
 
 void (*run_in_parallel)(int64_t, int64_t, Range, void*) = run_serially;
+bool (*multiply_matrices)(const Matrix&, const Matrix&, const Matrix*, const Matrix&, int64_t) = nullptr;
 
 KernelEntry::KernelEntry(const char* name, int level, void* function, PackedKernel packed) {
   table()[name].by_level[level] = {function, packed};

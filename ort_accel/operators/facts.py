@@ -140,6 +140,19 @@ _RECORDS: dict[str, Facts] = {
         faster_in_pytorch="5.8 ms and one tensor in PyTorch, 9.3 ms and two in ONNX Runtime for 1024 x 4000 elements",
         ort_workspace=(0, 1),
     ),
+    "ort_accel.linear_cross_entropy": replace(
+        _PRODUCT,
+        flops=flop_formulas.linear_cross_entropy,
+        pytorch_workspace=workspace_formulas.linear_cross_entropy,
+    ),
+    "ort_accel.linear_token_scores": replace(
+        _PRODUCT, flops=flop_formulas.linear, pytorch_workspace=workspace_formulas.linear_token_scores
+    ),
+    "ort_accel.linear_token_scores_backward": replace(
+        _PRODUCT,
+        flops=flop_formulas.linear_token_scores_backward,
+        pytorch_workspace=workspace_formulas.linear_token_scores_backward,
+    ),
     # norms
     "aten.native_layer_norm": Facts(onnx_name="LayerNormalization", repeat=_ADVANCED, is_cheap=True, cpu_slowdown=1.5),
     "ort_accel.rms_norm": Facts(onnx_name="SimplifiedLayerNormalization", repeat=_ADVANCED, is_cheap=True),

@@ -32,6 +32,19 @@ def linear_4bit_backward(rows: Shape, _packed: Shape, weight: Shape, *_: object,
     return 2 * prod(rows) * weight[1]
 
 
+def linear_cross_entropy(rows: Shape, weight: Shape, *more: Any, **_: object) -> int:
+    """The scores, and the gradients of hidden states and weight that are wanted."""
+    wanted = more[-1]
+    return product(rows, weight[::-1]) * (1 + sum(map(int, wanted[:2])))
+
+
+def linear_token_scores_backward(
+    _grad: Shape, _entropy: Shape, rows: Shape, weight: Shape, *more: Any, **_: object
+) -> int:
+    """The scores once more, and the gradients that are wanted."""
+    return linear_cross_entropy(rows, weight, *more)
+
+
 def grouped_product(left: Shape, right: Shape, *_: object, **__: object) -> int:
     """Each group of rows is multiplied with its matrix; a group of columns belongs to one matrix only."""
     return product(left, right) // (left[0] if len(left) == 3 and len(right) == 2 else 1)

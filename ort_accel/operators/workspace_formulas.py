@@ -1,4 +1,4 @@
-"""Bytes that attention takes while it runs, as formulas of a node's operands.
+"""Bytes that attention and heads with their loss take while they run, as formulas of a node's operands.
 
 The native kernel for packed rows holds no scores, and packs dropout's mask as bits. Without it, attention with dropout
 multiplies some sequences at a time (`kernels/attention_packed.py`), and holds several values of the size of all their
@@ -14,6 +14,8 @@ from torch import Tensor, fx
 
 from ort_accel.graph.symbolic_sizes import hint, hinted_elements
 from ort_accel.kernels import attention_native
+from ort_accel.kernels import linear_cross_entropy as head_loss
+from ort_accel.kernels import linear_token_scores as head_scores
 from ort_accel.kernels.attention_packed import pairs_at_once
 from ort_accel.kernels.bit_mask import bytes_of
 
@@ -46,6 +48,30 @@ def slim_attention(node: fx.Node) -> int:
     """The mask as numbers."""
     *_, allowed, _, _ = _values(node)
     return 0 if allowed is None else _wide_bytes(allowed)
+
+
+def linear_cross_entropy(node: fx.Node) -> int:
+    """The scores of some rows, and in 16-bit types the gradient of the weight in single precision."""
+    hidden, weight, *_, wanted = _values(node)
+    return head_loss.workspace(*_head_sizes(hidden, weight), hidden.dtype, wanted[1])
+
+
+def linear_token_scores(node: fx.Node) -> int:
+    """The scores of some rows, and their gradients or exponentials."""
+    hidden, weight, *_ = _values(node)
+    return head_scores.workspace(*_head_sizes(hidden, weight), hidden.dtype, False)
+
+
+def linear_token_scores_backward(node: fx.Node) -> int:
+    """As forward, and in 16-bit types the gradient of the weight in single precision."""
+    _, _, hidden, weight, *_, wanted = _values(node)
+    return head_scores.workspace(*_head_sizes(hidden, weight), hidden.dtype, wanted[1])
+
+
+def _head_sizes(hidden: Tensor, weight: Tensor) -> tuple[int, int, int]:
+    """Returns the numbers of rows, of a row's hidden states and of its scores."""
+    columns, width = weight.shape
+    return hint(hidden.shape[0]), hint(width), hint(columns)
 
 
 def _bits(kept: Tensor | None) -> int:

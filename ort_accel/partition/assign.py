@@ -23,9 +23,9 @@ from ort_accel.graph.nodes import (
     writes,
 )
 from ort_accel.graph.symbolic_sizes import expression
+from ort_accel.kernels import linear_token_scores, token_log_probs
 from ort_accel.kernels.bit_mask import is_bit_mask_op
 from ort_accel.kernels.host_copies import is_host_copy
-from ort_accel.kernels.token_log_probs import token_scores, token_scores_backward
 from ort_accel.lowering.aten_call import needs_copy, why_not_callable
 from ort_accel.lowering.kernel_call import Calls, kernel_for
 from ort_accel.lowering.onnx_graph import DTYPES, HALF_DTYPES, NotLowerable, OnnxGraph, Operand, Slower, describe
@@ -40,6 +40,15 @@ aten = torch.ops.aten
 
 FOR_SPEED = (Reason.SLOWER, Reason.NEIGHBOUR)
 """The estimator's reasons, which stand for nodes that ONNX Runtime can run."""
+
+
+_WHOLE_STEPS = {
+    token_log_probs.token_scores,
+    token_log_probs.token_scores_backward,
+    linear_token_scores.own.linear_token_scores.default,
+    linear_token_scores.own.linear_token_scores_backward.default,
+}
+"""Operators that only PyTorch has as one step."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +159,7 @@ class NodeRules:
             return Refusal(Reason.WISH, "memory.offload")
         if "scaled_dot_product" in name or "flash_attention" in name:
             return Refusal(Reason.ATTENTION)
-        if node.target in (token_scores, token_scores_backward) or is_bit_mask_op(node):
+        if node.target in _WHOLE_STEPS or is_bit_mask_op(node):
             return Refusal(Reason.ONE_STEP)
         if is_random(node):
             return Refusal(Reason.RANDOM)

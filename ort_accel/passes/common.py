@@ -81,17 +81,18 @@ def tensors_behind(node: fx.Node) -> list[fx.Node]:
 
 
 def is_named(node: object, name: str) -> TypeGuard[fx.Node]:
-    """True for a method or a function of torch, or of Python, with this name, in a graph that Dynamo captured."""
+    """True for a method, a function of torch or of Python, or an operator with this name, before autograd."""
     if not isinstance(node, fx.Node):
         return False
     if node.op == "call_method":
         return node.target == name
-    return node.op == "call_function" and getattr(node.target, "__name__", "") == name
+    function = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+    return node.op == "call_function" and getattr(function, "__name__", "") == name
 
 
 def example_of(node: fx.Node) -> Any:
-    """Returns the value that Dynamo captured a node with."""
-    return node.meta.get("example_value")
+    """Returns the value that Dynamo captured a node with, or that a trace of its graph gave."""
+    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def is_single(node: object) -> TypeGuard[fx.Node]:

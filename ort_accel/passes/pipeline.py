@@ -24,6 +24,8 @@ class Stage(Flag):
 
     CAPTURED = auto()
     """Dynamo captured the graph; autograd has not seen it."""
+    REDUCED = auto()
+    """Rows and outputs that nobody reads were left out; autograd has not seen the graph."""
     JOINT = auto()
     """Autograd traced forward and backward into one graph, which is not split yet."""
     FORWARD = auto()
@@ -70,6 +72,7 @@ PASSES = (
     Pass("fuse_rms_norm", Stage.CAPTURED, fusions, "fused RMS norms"),
     Pass("fuse_rotary", Stage.CAPTURED, fusions, "fused rotary embeddings"),
     Pass("fuse_gates", Stage.CAPTURED, fusions, "fused gates"),
+    Pass("fuse_linear_cross_entropy", Stage.REDUCED, fusions, "fused heads"),
     Pass("mark_data_numbers", WITH_FORWARD | Stage.BACKWARD),
     Pass("fix_norm_dtypes", WITH_FORWARD),
     Pass("split_dropout", WITH_FORWARD),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
-from ort_accel.kernels import gated, linear_4bit, rms_norm, rotary
+from ort_accel.kernels import gated, linear_4bit, linear_token_scores, rms_norm, rotary
 from ort_accel.kernels.token_log_probs import token_scores
 from ort_accel.row_skipping.row_flow import (
     Dims,
@@ -193,6 +193,17 @@ def scores_of_targets(node: fx.Node, dims: Dims) -> Propagation | None:
     scores, targets = tensor_input(node), tensor_input(node, 1)
     return Propagation(
         {scores: dims, targets: dims}, lambda inputs: token_scores(inputs.packed(scores), inputs.packed(targets))
+    )
+
+
+@RULES.register(linear_token_scores.own.linear_token_scores)
+def scores_of_head(node: fx.Node, dims: Dims) -> Propagation | None:
+    hidden, targets = tensor_input(node), tensor_input(node, 3)
+    return Propagation(
+        {hidden: dims, targets: dims},
+        lambda inputs: call_operator(
+            node, inputs.packed(hidden), *map(inputs.dense, node.args[1:3]), inputs.packed(targets), *node.args[4:]
+        ),
     )
 
 

@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
 import ort_accel
-from ort_accel.hf import ORTAccelCallback
+from ort_accel.hf import ORTAccelCallback, fused_head
 from ort_accel.hf.fused_head import _log_probs, write_out_heads
 from ort_accel.reporting import State
 from tests.hf.tiny import arguments, llama, losses
@@ -155,9 +155,11 @@ def scored(function, dtype, outputs, softcap=None, scale=1.0, seed=0):
     return results, [leaf.grad for leaf in leaves]
 
 
+@pytest.mark.parametrize("most_kept", [fused_head.MOST_KEPT_LOGITS, 0], ids=["kept", "computed again"])
 @pytest.mark.parametrize("more", [{}, {"softcap": 3.0, "scale": 0.5}], ids=["plain", "capped and scaled"])
 @pytest.mark.parametrize("outputs", [OUTPUTS, ()], ids=["all", "least"])
-def test_the_head_as_operators_gives_what_trls_function_gives(more, outputs):
+def test_the_head_as_operators_gives_what_trls_function_gives(more, outputs, most_kept, monkeypatch):
+    monkeypatch.setattr(fused_head, "MOST_KEPT_LOGITS", most_kept)
     functions = kernels.ChunkedLogProbFunction.apply, _log_probs
     (theirs, expected), (ours, gradients) = (scored(each, torch.float32, outputs, **more) for each in functions)
     for one, other in zip(theirs, ours, strict=True):
@@ -185,6 +187,15 @@ def test_in_bfloat16_the_head_is_as_near_to_single_precision_as_trls():
             row += torch.stack([(item.detach().float() - exact.detach()).square().sum() for item, exact in pairs])
     theirs, ours = errors
     assert (ours <= 1.2 * theirs).all(), (ours, theirs)
+
+
+@pytest.mark.parametrize("build", [sft, dpo])
+def test_many_logits_never_exist_at_once(build, trained, monkeypatch):
+    monkeypatch.setattr(fused_head, "MOST_KEPT_LOGITS", 0)
+    eager, ours = trained(build), trained(build, ORTAccelCallback(QUIET))
+    assert losses(ours) == pytest.approx(losses(eager), abs=1e-4)
+    assert is_captured_whole_without_padding(ours.model)
+    assert any("linear_token_scores" in name for item in ort_accel.report(ours.model).segments for name in item.ops)
 
 
 def test_trl_is_not_imported_for_it(monkeypatch):

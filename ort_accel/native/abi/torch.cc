@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "kernels/kernel.h"
+#include "kernels/matrix.h"
 
 namespace ort_accel::torch {
 
@@ -20,6 +21,35 @@ bool find(void* library, const char* name, Function& function) {
 
 void run_on_threads_of_torch(int64_t count, int64_t grain, Range run, void* context) {
   functions.parallel_for(0, count, grain, run, context);
+}
+
+/// A tensor of memory that something else owns; null if torch cannot make it.
+class BorrowedTensor {
+ public:
+  BorrowedTensor(const Matrix& matrix, int32_t dtype) {
+    const int64_t sizes[] = {matrix.rows, matrix.columns}, strides[] = {matrix.row_stride, matrix.column_stride};
+    functions.create_tensor_from_blob(matrix.data, 2, sizes, strides, 0, dtype, CPU, 0, &tensor);
+  }
+  ~BorrowedTensor() {
+    if (tensor) functions.delete_tensor_object(tensor);
+  }
+  BorrowedTensor(const BorrowedTensor&) = delete;
+  BorrowedTensor& operator=(const BorrowedTensor&) = delete;
+
+  Tensor tensor = nullptr;
+};
+
+constexpr int32_t DTYPES[] = {6, 15, 5};  // torch's numbers of the types of elements.h
+
+bool multiply_by_torch(const Matrix& left, const Matrix& right, const Matrix* added, const Matrix& out,
+                       int64_t element) {
+  const int32_t dtype = DTYPES[element];
+  const BorrowedTensor a(left, dtype), b(right, dtype), c(added ? *added : out, dtype), result(out, dtype);
+  if (!a.tensor || !b.tensor || !c.tensor || !result.tensor) return false;
+  // What is added up in place is one object for torch, which otherwise copies it onto itself.
+  const Tensor onto = added && added->data != out.data ? c.tensor : result.tensor;
+  if (added) return !functions.addmm(result.tensor, onto, a.tensor, b.tensor, 1, 1);
+  return !functions.mm(result.tensor, a.tensor, b.tensor);
 }
 
 const char* find_functions() {
@@ -45,6 +75,7 @@ const char* find_functions() {
   find(library, "torch_new_stable_ivalue", f.new_argument);
   find(library, "torch_exception_get_what_without_backtrace", f.last_message);
   run_in_parallel = run_on_threads_of_torch;
+  multiply_matrices = multiply_by_torch;
   return nullptr;
 }
 
