@@ -1,6 +1,8 @@
 """QLoRA training steps of a Llama with bitsandbytes' 4-bit weights: bitsandbytes itself and ort_accel. See `--help`.
 
-A step is forward, backward and AdamW on the LoRA weights. The contenders take turns on the same batches.
+A step is forward, backward and AdamW on the LoRA weights. The contenders take turns on the same batches. The bare
+products of the base weights take turns with them, in single precision and dequantized: for all tokens, and for those
+that are not padding. They bound what an engine with PyTorch's products can reach.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import json
 import os
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -20,6 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import typer
+from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
@@ -81,9 +85,12 @@ def qlora(
     size = Size(layers, hidden, heads, vocab, batch, length, valid, quant_type, block, nested, bf16)
     found: dict[str, Any] = {"machine": machine.facts(torch.get_num_threads()), "size": asdict(size)}
     running = {name: Running(name, size) for name in (EAGER, ORT_ACCEL)}
-    seconds = in_turns({name: one.step for name, one in running.items()}, rounds, warmup)
+    bounds = {name: Products(running[EAGER].model, count) for name, count in tokens_of(size).items()}
+    steps = {name: one.step for name, one in (*running.items(), *bounds.items())}
+    seconds = in_turns(steps, rounds, warmup)
     found["seconds"] = {name: summary(times).to_dict() for name, times in seconds.items()}
     found["ratio"] = compare(seconds[EAGER], seconds[ORT_ACCEL]).to_dict()
+    found["bounds"] = {name: compare(seconds[EAGER], seconds[name]).to_dict() for name in bounds}
     for _ in range(losses - rounds - warmup):
         for one in running.values():
             one.step()
@@ -118,6 +125,30 @@ class Running:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.losses.append(float(loss.detach()))
+
+
+class Products:
+    """The products of all 4-bit layers with rows and with their gradients, and nothing else of a step."""
+
+    def __init__(self, model: nn.Module, rows: int) -> None:
+        layers = [one.weight.quant_state.shape for one in model.modules() if isinstance(one, Linear4bit)]
+        self._counts = Counter((outer, inner) for outer, inner in layers)
+        self._weights = {shape: torch.randn(shape) for shape in self._counts}
+        self._rows = {width: torch.randn(rows, width) for shape in self._counts for width in shape}
+
+    def step(self) -> None:
+        """Multiply as forward and backward do."""
+        for (outer, inner), count in self._counts.items():
+            weight, rows, grads = self._weights[outer, inner], self._rows[inner], self._rows[outer]
+            for _ in range(count):
+                torch.mm(rows, weight.t())
+                torch.mm(grads, weight)
+
+
+def tokens_of(size: Size) -> dict[str, int]:
+    """Returns the numbers of all tokens of the first batch, and of those that are not padding."""
+    mask = next(batches(size))["attention_mask"]
+    return {"products of all tokens": mask.numel(), "products of valid tokens": int(mask.sum())}
 
 
 def model_of(size: Size) -> nn.Module:
@@ -185,6 +216,7 @@ def _show(found: dict[str, Any]) -> None:
     lines: list[Callable[[], str]] = [
         lambda: ", ".join(f"{name} {1e3 * median:.0f} ms" for name, median in medians.items()),
         lambda: f"{EAGER} / {ORT_ACCEL} {ratio['ratio']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})",
+        lambda: ", ".join(f"{EAGER} / {name} {bound['ratio']:.2f}x" for name, bound in found["bounds"].items()),
         lambda: f"losses of {found['losses']['steps']} steps: within {found['losses']['largest difference']:.1e}",
         lambda: f"padding: {found['padding']}",
         lambda: f"peak MiB: {found.get('peak_mib', 'not measured')}",
