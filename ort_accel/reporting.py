@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -84,6 +84,15 @@ class Runner(StrEnum):
     PYTORCH = "pytorch"
 
 
+class Kernels(StrEnum):
+    """The kernels that compute a node, and the side that calls them."""
+
+    ORT = "ONNX Runtime's kernels"
+    NATIVE = "ort_accel's native kernels"
+    CALLED = "PyTorch's kernels, called by ONNX Runtime"
+    OUTSIDE = "PyTorch, outside of ONNX Runtime"
+
+
 @dataclass(frozen=True)
 class Feature:
     """One feature: applied with an effect, refused for a reason, or off."""
@@ -111,6 +120,7 @@ class Segment:
     called_flops: float = 0.0
     own_nodes: int = 0
     """The nodes of a session that are calls of ort_accel's kernels."""
+    own_flops: float = 0.0
 
     @property
     def nodes(self) -> int:
@@ -122,6 +132,14 @@ class Segment:
         share = self.runner is Runner.ORT  # 1 or 0
         nodes = self.nodes, share * self.nodes, share * self.own_nodes, share * self.called_nodes
         return share, *nodes, self.flops, share * self.flops, share * self.called_flops
+
+    def work(self) -> dict[Kernels, tuple[int, float]]:
+        """Returns the nodes and the FLOPs of each side's kernels."""
+        if self.runner is Runner.PYTORCH:
+            return {Kernels.OUTSIDE: (self.nodes, self.flops)}
+        native, called = (self.own_nodes, self.own_flops), (self.called_nodes, self.called_flops)
+        rest = self.nodes - native[0] - called[0], self.flops - native[1] - called[1]
+        return {Kernels.ORT: rest, Kernels.NATIVE: native, Kernels.CALLED: called}
 
 
 _FallbackKind: TypeAlias = tuple[str, Reason, str, bool]
@@ -145,6 +163,20 @@ class Fallback:
     def is_forced(self) -> bool:
         """True if the node runs outside ONNX Runtime's sessions because ONNX Runtime cannot run it."""
         return not self.is_called and not self.reason.is_choice
+
+
+class Fallbacks(list[Fallback]):
+    """A list of fallbacks that shows itself as a table: as text, and in a notebook."""
+
+    as_table: ClassVar[Callable[[Sequence[Fallback]], str]] = list.__repr__
+    as_html: ClassVar[Callable[[Sequence[Fallback]], str]] = list.__repr__
+    """The renderers; `observe` sets them, since this room is below it."""
+
+    def __repr__(self) -> str:
+        return type(self).as_table(self)
+
+    def _repr_html_(self) -> str:
+        return type(self).as_html(self)
 
 
 @dataclass(frozen=True)
@@ -276,6 +308,8 @@ class StepComparison:
     """The number of pairs of steps compared since the training began."""
     step: int
     """The training step of the last comparison."""
+    eager_seconds: float = 0.0
+    """The time of forward and backward in eager PyTorch, the median of the compared steps; 0 if it is not known."""
 
     @property
     def is_on_engine(self) -> bool:
@@ -298,10 +332,11 @@ class Watcher(Protocol):
 
 @dataclass(repr=False)
 class Report:
-    """The decisions and measurements of an accelerated model. `print(report)` shows them as a table."""
+    """The decisions and measurements of an accelerated model: a table when printed, a page in a notebook."""
 
     as_table: ClassVar[Callable[[Report], str]] = repr
-    """The renderer of a report as text. `observe/feature_table.py` sets it, since this room is below `observe`."""
+    as_html: ClassVar[Callable[[Report], str]] = repr
+    """The renderers; `observe` sets them, since this room is below it."""
 
     versions: dict[str, str] = field(default_factory=dict)
     """The versions of the packages."""
@@ -411,6 +446,9 @@ class Report:
         counted = f"{len(self.segments)} segments, {len(self._fallbacks)} kinds of fallbacks"
         return f"<Report of ort_accel: {counted}; print(report) shows it, report.to_dict() has all of it>"
 
+    def _repr_html_(self) -> str:
+        return type(self).as_html(self)
+
     @property
     def work(self) -> tuple[float, float]:
         """Returns the FLOPs on ONNX Runtime and all captured FLOPs; numbers of nodes where no segment has FLOPs."""
@@ -430,17 +468,24 @@ class Report:
         return found
 
     @property
+    def kernels(self) -> dict[Kernels, tuple[int, float]]:
+        """Returns the nodes and the estimated FLOPs of each side's kernels."""
+        work = [segment.work() for segment in self.segments]
+        found = {kernels: [part[kernels] for part in work if kernels in part] for kernels in Kernels}
+        return {kernels: (sum(n for n, _ in parts), sum(f for _, f in parts)) for kernels, parts in found.items()}
+
+    @property
     def set_up_seconds(self) -> float:
         """Returns the seconds of all phases of start-up work."""
         return sum(self.timings.values())
 
     @property
-    def fallbacks(self) -> list[Fallback]:
+    def fallbacks(self) -> Fallbacks:
         """Returns the operators that PyTorch's kernels compute, most frequent first."""
-        return [
+        return Fallbacks(
             Fallback(op, reason, count, detail, self._lines[op, reason, detail, is_called], is_called)
             for (op, reason, detail, is_called), count in self._fallbacks.most_common()
-        ]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the whole record as plain data, for JSON."""
@@ -451,6 +496,10 @@ class Report:
                 for f in self.features.values()
             ],
             "coverage": self.coverage,
+            "kernels": [
+                {"kernels": kernels.value, "nodes": nodes, "flops": work}
+                for kernels, (nodes, work) in self.kernels.items()
+            ],
             "segments": [
                 {"graph": s.graph, "runner": s.runner.value, "nodes": s.nodes, "ops": dict(s.ops), "flops": s.flops}
                 for s in self.segments

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from compare import Outcome, PeakMemory, exit_code, show_outcomes
+from compare import Outcome, PeakMemory, exit_code, show_results
 from rich.console import Console
 from run_classification import CONFIG
 from texts import LABELS, film_reviews, minilm, split
@@ -22,7 +22,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Data
 
 import ort_accel
 from ort_accel.hf import ORTAccelPlugin
-from ort_accel.observe.feature_table import render
 
 
 @dataclass
@@ -89,11 +88,9 @@ def train(
                 steps.append((int(batch["attention_mask"].sum()), time.perf_counter() - step_begin))
         wall_time = time.perf_counter() - begin
     eval_loss, accuracy = evaluate(accelerator, prepared, eval_batches)
-    rate, warm_rate = (
-        sum(n for n, _ in part) / sum(s for _, s in part) if part else None for part in (steps, steps[2:])
-    )
-    outcome = Outcome(name, loss.item(), eval_loss, accuracy, rate, warm_rate, memory.growth, wall_time)
     model = accelerator.unwrap_model(prepared)
+    set_up = ort_accel.report(model).set_up_seconds if on_onnxruntime else 0.0
+    outcome = Outcome(name, loss.item(), eval_loss, accuracy, steps, memory.growth, wall_time, set_up)
     accelerator.free_memory()
     return outcome, model
 
@@ -120,8 +117,7 @@ def run(args: Arguments, console: Console) -> None:
     )
     outcomes = [train(args, accelerator, "eager PyTorch", on_onnxruntime=False)[0]] if args.compare_eager else []
     outcome, model = train(args, accelerator, "ort_accel", on_onnxruntime=True)
-    show_outcomes(console, [*outcomes, outcome])
-    console.print(render(ort_accel.report(model), everything=False))
+    show_results(console, [*outcomes, outcome], ort_accel.report(model))
 
 
 def main() -> int:

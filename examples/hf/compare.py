@@ -9,15 +9,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import psutil
+from live import LiveTraining, rate
 from rich.console import Console
 from rich.table import Table
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, Trainer
+from transformers.utils import logging
 
 import ort_accel
-from ort_accel.observe.feature_table import render
+from ort_accel.observe.feature_table import render_hints, render_kernels
+from ort_accel.reporting import Report
 
 WARM_UP_STEPS = 2
 """The first step compiles, and the second may compile once more, for sizes that change."""
@@ -31,31 +34,22 @@ class Outcome:
     train_loss: float | None
     eval_loss: float | None
     accuracy: float | None
-    tokens_per_s: float | None
-    warm_tokens_per_s: float | None
+    steps: list[tuple[int, float]]
+    """Valid (not padded) tokens and seconds of each step."""
     peak_memory: int
     wall_time: float
+    set_up: float
+    """Seconds of the wall time in which ort_accel captured and compiled."""
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Valid tokens per second, all steps together."""
+        return rate(self.steps)
 
-class StepClock(TrainerCallback):
-    """Seconds and valid (not padded) tokens of each training step: forward, backward and optimizer."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[int, float]] = []
-
-    def on_step_begin(self, _args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Start the clock."""
-        self._begin = state.num_input_tokens_seen, time.perf_counter()
-
-    def on_step_end(self, _args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Stop the clock."""
-        tokens, begin = self._begin
-        self.steps.append((int(state.num_input_tokens_seen) - tokens, time.perf_counter() - begin))
-
-    def rate(self, skip: int = 0) -> float | None:
-        """Valid tokens per second, all steps after the first `skip` together."""
-        steps = self.steps[skip:]
-        return sum(tokens for tokens, _ in steps) / sum(seconds for _, seconds in steps) if steps else None
+    @property
+    def warm_tokens_per_s(self) -> float | None:
+        """The same without the first steps."""
+        return rate(self.steps[WARM_UP_STEPS:])
 
 
 class PeakMemory:
@@ -92,39 +86,75 @@ def give_back_memory() -> None:
         trim(0)
 
 
-def measure(name: str, trainer: Trainer) -> Outcome:
-    """Train, evaluate, and say what it came to."""
-    clock = StepClock()
+def measure(name: str, trainer: Trainer, console: Console) -> Outcome:
+    """Train, evaluate, and return the figures."""
+    live = LiveTraining(name, console)
+    report = ort_accel.report(trainer.model) if name == OURS else Report()
+    report.watchers.append(live)
     trainer.args.include_num_input_tokens_seen = "non_padding"
-    trainer.add_callback(clock)
+    for callback in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(callback)
+    trainer.add_callback(live)
     with PeakMemory() as memory:
         begin = time.perf_counter()
         trainer.train()
         wall_time = time.perf_counter() - begin
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    set_up = report.set_up_seconds
     held_out = trainer.evaluate()
+    report.watchers.remove(live)
     return Outcome(
         name=name,
         train_loss=losses[-1] if losses else None,
         eval_loss=held_out.get("eval_loss"),
         accuracy=held_out.get("eval_accuracy"),
-        tokens_per_s=clock.rate(),
-        warm_tokens_per_s=clock.rate(skip=WARM_UP_STEPS),
+        steps=live.steps,
         peak_memory=memory.growth,
         wall_time=wall_time,
+        set_up=set_up,
     )
+
+
+OURS, EAGER = "ort_accel", "eager PyTorch"
 
 
 def train_and_show(
     build: Callable[[type[Trainer]], Trainer], ours: type[Trainer], eager: type[Trainer] | None, console: Console
 ) -> Trainer:
-    """Train on ONNX Runtime, before that on eager PyTorch where asked for, and show what was measured."""
-    outcomes = [measure("eager PyTorch", build(eager))] if eager is not None else []
+    """Train on ONNX Runtime, before that on eager PyTorch where asked for, and show the figures and the report."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    outcomes = [measure(EAGER, build(eager), console)] if eager is not None else []
     trainer = build(ours)
-    outcomes.append(measure("ort_accel", trainer))
-    show_outcomes(console, outcomes)
-    console.print(render(ort_accel.report(trainer.model), everything=False))
+    outcomes.append(measure(OURS, trainer, console))
+    report = ort_accel.report(trainer.model)
+    for outcome in outcomes:
+        add_to_report(report, outcome)
+    page = Path(trainer.args.output_dir) / "report.html"
+    ort_accel.save_report(trainer.model, page)
+    show_results(console, outcomes, report)
+    console.print(f"\nThe whole report, with plots: {page}", highlight=False, soft_wrap=True)
     return trainer
+
+
+def show_results(console: Console, outcomes: list[Outcome], report: Report) -> None:
+    """Show the figures of the runs, then what ran where and what to try next."""
+    console.print()
+    show_outcomes(console, outcomes)
+    for part in (render_kernels(report), render_hints(report)):
+        if part is not None:
+            console.print()
+            console.print(part)
+
+
+def add_to_report(report: Report, outcome: Outcome) -> None:
+    """Add the figures of a run, for the plots of the report's page."""
+    side = "ort" if outcome.name == OURS else "eager"
+    report.measured(f"{side}/memory_growth", 1, outcome.peak_memory / 2**20)
+    if side == "eager":
+        for number, (tokens, seconds) in enumerate(outcome.steps, 1):
+            report.measured("eager/step_time", number, seconds)
+            report.measured("eager/tokens_per_s", number, tokens / seconds)
 
 
 def exit_code(run: Callable[[], None]) -> int:
@@ -137,28 +167,53 @@ def exit_code(run: Callable[[], None]) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Row:
+    """A row of the table of figures."""
+
+    label: str
+    key: str
+    form: str
+    unit: float = 1.0
+    is_cost: bool = False
+    """True if the ratio of the two is worth a column."""
+
+    def cells(self, outcomes: list[Outcome]) -> list[str] | None:
+        """The figures of all runs, and their ratio; None if no run has one."""
+        values = [getattr(outcome, self.key) for outcome in outcomes]
+        if all(value is None for value in values):
+            return None
+        cells = ["not measured" if value is None else self.form.format(value / self.unit) for value in values]
+        if len(outcomes) < 2:
+            return cells
+        first, last = values[0], values[-1]
+        return [*cells, f"{last / first:.2f}" if self.is_cost and first and last else ""]
+
+
+ROWS = (
+    Row(f"tokens/s, after {WARM_UP_STEPS} warm-up steps", "warm_tokens_per_s", "{:,.0f}", is_cost=True),
+    Row("tokens/s, all steps", "tokens_per_s", "{:,.0f}", is_cost=True),
+    Row("time of training, s", "wall_time", "{:.1f}", is_cost=True),
+    Row("of this, set-up, s", "set_up", "{:.1f}"),
+    Row("peak memory of training, MiB", "peak_memory", "{:,.0f}", unit=2**20, is_cost=True),
+    Row("train loss, last logged", "train_loss", "{:.4f}"),
+    Row("held-out loss", "eval_loss", "{:.4f}"),
+    Row("held-out accuracy", "accuracy", "{:.1%}"),
+)
+
+
 def show_outcomes(console: Console, outcomes: list[Outcome]) -> None:
-    """Print one column a run."""
-    table = Table("", *(outcome.name for outcome in outcomes), title="Measured in this run")
+    """Print one column a run, and the ratio of the two."""
+    names = [outcome.name for outcome in outcomes]
+    table = Table("", *names, *(["ratio"] if len(names) > 1 else []), box=None, padding=(0, 2, 0, 0))
     for column in table.columns[1:]:
         column.justify = "right"
-
-    def row(label: str, text: Callable[[Any], str], key: str) -> None:
-        values = [getattr(outcome, key) for outcome in outcomes]
-        if any(value is not None for value in values):
-            table.add_row(label, *("not measured" if value is None else text(value) for value in values))
-
-    row("train loss, last logged", "{:.4f}".format, "train_loss")
-    row("held-out loss", "{:.4f}".format, "eval_loss")
-    row("held-out accuracy", "{:.1%}".format, "accuracy")
-    row("valid tokens/s, all steps", "{:,.0f}".format, "tokens_per_s")
-    row(f"valid tokens/s, after {WARM_UP_STEPS} warm-up steps", "{:,.0f}".format, "warm_tokens_per_s")
-    row("peak memory of training, MiB", lambda size: f"{size / 2**20:,.0f}", "peak_memory")
-    row("wall time of training, s", "{:.1f}".format, "wall_time")
+    for row in ROWS:
+        if cells := row.cells(outcomes):
+            table.add_row(row.label, *cells)
     console.print(table)
     console.print(
-        "A step is forward, backward and optimizer; padding does not count as tokens. Peak memory is how far the "
-        "resident memory of this process rose while it trained, above what it held before (model and data included "
-        "there).",
+        "Padding does not count as tokens. Memory is the growth of the process above model and data.",
         style="dim",
+        soft_wrap=True,
     )

@@ -50,7 +50,7 @@ class Arguments(ORTTrainingArguments):
     output_dir: str | None = "out/classification"
     ort_config: str | None = str(CONFIG)
     use_cpu: bool = True
-    num_train_epochs: float = 6.0
+    num_train_epochs: float = 3.0
     per_device_train_batch_size: int = 16
     learning_rate: float = 1e-4
     warmup_steps: float = 0.1
@@ -113,10 +113,7 @@ def run(script: ScriptArguments, training: Arguments, console: Console) -> None:
     """Train once, or twice to compare, and show what was measured."""
     ort_accel.load_config(training.ort_config)  # a wrong file is refused before anything runs
     task = prepare(script, training)
-    console.print(
-        f"{len(task.train)} film reviews to train on, {len(task.held_out)} others held out. "
-        "The head that classifies them is new, which is what the load report says."
-    )
+    console.print(f"{len(task.train)} film reviews to train on, and {len(task.held_out)} others to test with.")
     eager = Trainer if script.compare_eager else None
     train_and_show(lambda kind: build(kind, task), ORTTrainer, eager, console).save_model()
 

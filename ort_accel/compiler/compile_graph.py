@@ -149,8 +149,9 @@ class _ProgramBuilder:
     def _record(self, item: Cut) -> Segment:
         calls = [(node, self._assignment.called[node]) for node in item.nodes if node in self._assignment.called]
         called = [node for node, kernel in calls if kernel is None]
-        amounts = sum(map(flops, item.nodes)), len(called), sum(map(flops, called)), len(calls) - len(called)
-        return Segment(self._name, item.runner, count_ops(item.nodes), *amounts)
+        own = [node for node, kernel in calls if kernel is not None]
+        amounts = (amount for part in (called, own) for amount in (len(part), sum(map(flops, part))))
+        return Segment(self._name, item.runner, count_ops(item.nodes), sum(map(flops, item.nodes)), *amounts)
 
     def program(self, gradients: Gradients = ()) -> Program:
         """Returns the program: it casts weights first, and hands gradients over as soon as nothing reads them."""

@@ -76,6 +76,7 @@ class EagerComparison:
         self._under_way: list[tuple[Step, bool]] = []
         """Steps whose times are not known yet; with True for those in eager mode."""
         self._steps, self._compilations, self._since_compilation = 0, 0, 0
+        self._eager_seconds: deque[float] = deque(maxlen=PAIRS_KEPT)
         report.off(FEATURE, self._why_not or "no step has been compared yet")
 
     @property
@@ -172,15 +173,18 @@ class EagerComparison:
             if self._start.is_on:
                 self._start.took(seconds)
                 self._report.counters["steps of a small model in eager mode"] += 1
-            elif step.is_typical and self._turns.took(seconds / max(1, step.elements), in_eager):
-                self._decided()
+            elif step.is_typical:
+                self._eager_seconds.extend([seconds] * in_eager)
+                if self._turns.took(seconds / max(1, step.elements), in_eager):
+                    self._decided()
 
     def _decided(self) -> None:
         """Report who runs the next steps; log it if that has changed."""
         before = self._report.comparison
         in_eager, ratio = self._turns.prefers_eager, self._turns.ratio
         runner = EAGER if in_eager else ENGINE
-        self._report.comparison = found = StepComparison(runner, ratio, self._turns.pairs, self._steps)
+        seconds = median(self._eager_seconds)
+        self._report.comparison = found = StepComparison(runner, ratio, self._turns.pairs, self._steps, seconds)
         self._report.applied(FEATURE, str(found))
         if before is None or before.runner != runner:
             say(str(found))

@@ -10,14 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from ort_accel.observe.headline import percent, work_summary
+from ort_accel.observe.hints import hints
 from ort_accel.observe.memory_table import render_memory
 from ort_accel.observe.text_tables import plain_text, text_table
-from ort_accel.reporting import Fallback, Feature, Race, Report, Runner, Segment, State
+from ort_accel.reporting import Fallback, Fallbacks, Feature, Race, Report, Runner, Segment, State
 
 WORDS = {State.APPLIED: "ON", State.REFUSED: "REFUSED", State.OFF: "OFF"}
 _STYLES = {State.APPLIED: "green", State.REFUSED: "yellow", State.OFF: "dim"}
 KINDS = ("forward", "backward", "inference")
 """The kinds of graphs; the name of a graph begins with its kind."""
+NO_FALLBACKS = "PyTorch runs no operator of the compiled graphs."
 _MAX_ROWS = 10
 WIDTH_CHARACTERS = 120
 """The width in characters of a table without a terminal."""
@@ -43,18 +45,43 @@ def render(report: Report, everything: bool = True) -> RenderableType:
     title = Text(f"***** ort_accel {version}: {work_summary(report)} *****".replace("  ", " "), style="bold")
     parts: list[RenderableType | None] = [
         title,
+        render_kernels(report),
         _features(report.features.values(), everything),
         _shares(report.segments),
     ]
     longest = None if everything else _MAX_ROWS
-    forced = [item for item in report.fallbacks if item.is_forced]
-    called = [item for item in report.fallbacks if item.is_called]
-    choices = [item for item in report.fallbacks if not item.is_forced and not item.is_called]
-    parts.append(_fallbacks("PyTorch runs what ONNX Runtime cannot", forced, longest))
-    parts.append(_fallbacks("PyTorch runs by choice", choices, longest))
-    parts.append(_fallbacks("ONNX Runtime's sessions call PyTorch's kernels", called, longest))
-    parts += [_races(report.races, longest), render_memory(report) if everything else None, _facts(report)]
+    parts += _fallback_tables(report.fallbacks, longest)
+    parts += [
+        _races(report.races, longest),
+        render_memory(report) if everything else None,
+        _facts(report),
+        render_hints(report),
+    ]
     return Group(*(line for part in parts if part is not None for line in (part, Text())))
+
+
+def render_kernels(report: Report) -> Table | None:
+    """Returns a line for each side's kernels, with its share of the work; None where nothing was compiled."""
+    if not report.segments:
+        return None
+    work = report.kernels
+    all_nodes, all_flops = (sum(amounts) for amounts in zip(*work.values(), strict=True))
+    table = text_table(("what ran where", "nodes", "", "GFLOP, estimated", ""), right=range(1, 5))
+    for kernels, (nodes, flops) in work.items():
+        amounts = f"{nodes:,}", percent(nodes, all_nodes), f"{flops / 1e9:,.2f}", percent(flops, all_flops)
+        table.add_row(Text(kernels), *amounts)
+    return table
+
+
+def render_hints(report: Report) -> Table | None:
+    """Returns the hints; None where there are none."""
+    found = hints(report.to_dict())
+    if not found:
+        return None
+    table = text_table(("what to try next", "key"))
+    for hint in found:
+        table.add_row(Text(hint.text), Text(hint.yaml, style="bold"))
+    return table
 
 
 def _features(features: Collection[Feature], everything: bool) -> RenderableType:
@@ -82,14 +109,7 @@ def _shares(segments: Sequence[Segment]) -> RenderableType:
         part = [segment for segment in segments if segment.graph.startswith(kind)]
         if part:
             _add_share(table, kind or "all", part)
-    own, called = (
-        sum(getattr(segment, name) for segment in segments if segment.runner is Runner.ORT)
-        for name in ("own_nodes", "called_nodes")
-    )
-    if not own and not called:
-        return table
-    kernels = f"ort_accel's kernels compute {own} of these nodes, and PyTorch's kernels {called}"
-    return Group(table, Text(f"{kernels}, called from ONNX Runtime's sessions."))
+    return table
 
 
 def _add_share(table: Table, name: str, segments: Sequence[Segment]) -> None:
@@ -102,6 +122,23 @@ def _add_share(table: Table, name: str, segments: Sequence[Segment]) -> None:
     nodes = amounts(lambda segment: segment.nodes, 1, 0)
     work = amounts(lambda segment: segment.flops, 1e9, 3)
     table.add_row(name, *nodes, *work, str(len(graphs)), str(len(segments)))
+
+
+def fallback_table(items: Sequence[Fallback]) -> str:
+    """Returns fallbacks as text: those that ONNX Runtime cannot run, and those that PyTorch runs by choice."""
+    found = [part for part in _fallback_tables(items, None) if part is not None]
+    return plain_text(Group(*found), get_terminal_size((WIDTH_CHARACTERS, 0)).columns) if found else NO_FALLBACKS
+
+
+def _fallback_tables(items: Sequence[Fallback], longest: int | None) -> list[RenderableType | None]:
+    forced = [item for item in items if item.is_forced]
+    called = [item for item in items if item.is_called]
+    choices = [item for item in items if not item.is_forced and not item.is_called]
+    return [
+        _fallbacks("PyTorch runs what ONNX Runtime cannot", forced, longest),
+        _fallbacks("PyTorch runs by choice", choices, longest),
+        _fallbacks("ONNX Runtime's sessions call PyTorch's kernels", called, longest),
+    ]
 
 
 def _fallbacks(title: str, items: Sequence[Fallback], longest: int | None) -> RenderableType | None:
@@ -150,3 +187,4 @@ def _facts(report: Report) -> RenderableType:
 
 
 Report.as_table = staticmethod(feature_table)
+Fallbacks.as_table = staticmethod(fallback_table)

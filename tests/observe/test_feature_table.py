@@ -5,7 +5,7 @@ import re
 import pytest
 from rich.console import Console
 
-from ort_accel.observe.feature_table import feature_table, render
+from ort_accel.observe.feature_table import fallback_table, feature_table, render
 from ort_accel.observe.headline import headline, percent, work_summary
 from ort_accel.reporting import Race, Reason, Report, Runner, Segment
 
@@ -48,11 +48,31 @@ def test_shares_are_those_of_the_segments():
     assert "inference" not in table
 
 
-def test_calls_of_other_kernels_are_counted():
+def test_there_is_a_line_for_each_sides_kernels():
     made = report()
-    made.segments[0].called_nodes, made.segments[0].own_nodes = 2, 3
-    assert "ort_accel's kernels compute 3 of these nodes, and PyTorch's kernels 2" in feature_table(made)
-    assert "kernels compute" not in feature_table(report())
+    made.segments[0].called_nodes, made.segments[0].own_nodes = 2, 1
+    made.segments[0].called_flops = 2e9
+    table = feature_table(made, width=120)
+    assert row(table, "ONNX Runtime's kernels") == "ONNX Runtime's kernels 6 60 % 7.00 70 %"
+    assert row(table, "ort_accel's native kernels") == "ort_accel's native kernels 1 10 % 0.00 0 %"
+    assert row(table, "PyTorch's kernels, called") == "PyTorch's kernels, called by ONNX Runtime 2 20 % 2.00 20 %"
+    assert row(table, "PyTorch, outside") == "PyTorch, outside of ONNX Runtime 1 10 % 1.00 10 %"
+    assert "native kernels" not in feature_table(Report())
+
+
+def test_what_to_try_next_stands_at_the_end_with_the_key_to_set():
+    table = feature_table(report(), width=160)
+    _, end = table.split("what to try next")
+    assert "aten.topk" in end
+    assert "engine.fallback: error" in end
+
+
+def test_a_list_of_fallbacks_reads_as_a_table():
+    found = report().fallbacks
+    assert repr(found) == str(found) == fallback_table(found)
+    assert "aten.topk: unsupported operator" in repr(found)
+    assert repr(Report().fallbacks) == "PyTorch runs no operator of the compiled graphs."
+    assert found == list(found)
 
 
 def test_what_cannot_run_stands_apart_from_choices():
