@@ -103,3 +103,5 @@ class GraphMemory:
     Empty where predictions were not requested."""
     stages: list[MemoryStage] = field(default_factory=list)
     """The stages of the chosen step, in the order of running. Empty where predictions were not requested."""
+    budget: int = 0
+    """Bytes that `memory.budget` allows; 0 without a budget."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ort_accel.observe.page import Markup, tag
 
-WIDTH, HEIGHT = 720, 260
-LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 40
+WIDTH, HEIGHT = 480, 240
+LEFT, RIGHT, TOP, BOTTOM = 70, 14, 12, 46
 _TICKS = 6
 """The approximate number of ticks of an axis."""
 
@@ -39,7 +39,7 @@ class Axis:
     def position(self, value: float) -> float:
         """Returns the position of a value in pixels; values outside of the axis are at its edge."""
         share = (self._scaled(value) - self._scaled(self.low)) / (self._scaled(self.high) - self._scaled(self.low))
-        return round(self.start + min(max(share, 0.0), 1.0) * (self.end - self.start), 1)
+        return round(self.start + min(max(share, 0.0), 1.0) * (self.end - self.start), 2)
 
     def _scaled(self, value: float) -> float:
         return math.log10(max(value, self.low)) if self.logarithmic else value
@@ -90,9 +90,9 @@ def frame(across: Axis, up: Axis, x_name: str, y_name: str) -> list[Markup]:
         parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
         parts.append(tag("text", short(value), x=LEFT - 6, y=y + 4, text_anchor="end"))
     for value in across.ticks():
-        parts.append(tag("text", short(value), x=across.position(value), y=HEIGHT - BOTTOM + 16, text_anchor="middle"))
+        parts.append(tag("text", short(value), x=across.position(value), y=HEIGHT - BOTTOM + 18, text_anchor="middle"))
     middle = (TOP + HEIGHT - BOTTOM) / 2
-    turned = f"rotate(-90 12 {middle})"
-    parts.append(tag("text", x_name, x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, text_anchor="middle"))
-    parts.append(tag("text", y_name, x=12, y=middle, text_anchor="middle", transform=turned))
+    turned = f"rotate(-90 14 {middle})"
+    parts.append(tag("text", x_name, x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 5, text_anchor="middle"))
+    parts.append(tag("text", y_name, x=14, y=middle, text_anchor="middle", transform=turned))
     return parts

@@ -16,7 +16,6 @@ from ort_accel.observe.axes import (
     Axis,
     frame,
     horizontal_axis,
-    short,
     vertical_axis,
 )
 from ort_accel.observe.page import COLOURS, Markup, joined, tag
@@ -103,31 +102,34 @@ def group_of(layer: str) -> str:
 
 
 def bar_chart(caption: str, bars: Iterable[tuple[str, Mapping[str, float], str]], names: Sequence[str] = ()) -> Markup:
-    """Returns a chart with a bar for each row, of one amount or of several, with a text at its end."""
+    """Returns a list with a bar for each row, of one amount or of several, with a text at its end."""
     rows = list(bars)
     longest = max((sum(parts.values()) for _, parts, _ in rows), default=0.0) or 1.0
-    widest = max((len(label) for label, _, _ in rows), default=0)
-    start, end, step = min(20 + 7 * widest, WIDTH // 2), WIDTH - 120, 26
-    drawn = []
-    for number, (label, parts, text) in enumerate(rows):
-        x, y = float(start), TOP + number * step
-        drawn.append(tag("text", label, x=start - 8, y=y + 14, text_anchor="end"))
-        for place, (name, amount) in enumerate(parts.items()):
-            width = round(amount / longest * (end - start), 1)
-            described = tag("title", f"{label}, {name}: {short(amount)}" if name else f"{label}: {text}")
-            drawn.append(tag("rect", described, x=round(x, 1), y=y, width=width, height=18, fill=_colour(place)))
-            x += width
-        drawn.append(tag("text", text, x=round(x, 1) + 6, y=y + 14))
-    return figure(caption, drawn, names, filled=True, height=TOP + len(rows) * step + 4)
+    items = (
+        tag("li", tag("span", label, class_="label"), track(parts, longest), tag("span", text, class_="value"))
+        for label, parts, text in rows
+    )
+    return tag("figure", _head(caption, names, filled=True), tag("ul", items, class_="bars", aria_label=caption))
 
 
-def figure(
-    caption: str, parts: Sequence[Markup], names: Sequence[str] = (), filled: bool = False, height: int = HEIGHT
-) -> Markup:
+def track(parts: Mapping[str, float], longest: float) -> Markup:
+    """Returns a bar; its text stands beside it, so that screen readers skip it."""
+    shapes = (
+        tag("i", style=f"width:{100 * amount / longest:.2f}%;background:{_colour(number)}", title=name or None)
+        for number, (name, amount) in enumerate(parts.items())
+    )
+    return tag("span", shapes, class_="track", aria_hidden="true")
+
+
+def figure(caption: str, parts: Sequence[Markup], names: Sequence[str] = (), filled: bool = False) -> Markup:
     """Returns a plot with its caption and, for several series, its key."""
-    plot = tag("svg", *parts, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=caption, class_="plot")
+    plot = tag("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=caption, class_="plot")
+    return tag("figure", _head(caption, names, filled), plot)
+
+
+def _head(caption: str, names: Sequence[str], filled: bool) -> Markup:
     keys = (_key(name, number, filled) for number, name in enumerate(names)) if len(names) > 1 else ()
-    return tag("figure", tag("figcaption", caption), tag("div", keys) if keys else "", plot)
+    return joined(tag("figcaption", caption), tag("div", keys) if keys else "")
 
 
 def _colour(number: int) -> str:
@@ -158,7 +160,12 @@ def _mark_shapes(mark: Mark, across: Axis, up: Axis) -> list[Markup]:
         x = across.position(mark.value)
         side = "end" if x > WIDTH / 2 else "start"
         name = tag(
-            "text", mark.name, x=x - 5 if side == "end" else x + 5, y=TOP + 12, text_anchor=side, class_="mark-name"
+            "text",
+            mark.name,
+            x=x - 5 if side == "end" else x + 5,
+            y=HEIGHT - BOTTOM - 6,
+            text_anchor=side,
+            class_="mark-name",
         )
         return [tag("line", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM, class_="mark"), name]
     y = up.position(mark.value)

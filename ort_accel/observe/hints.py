@@ -55,16 +55,16 @@ def _graph_breaks(data: Data) -> Iterator[Hint]:
         first = breaks[0]
         where = f" at {first['where']}" if first["where"] else ""
         count = sum(item["count"] for item in breaks)
-        text = f"Python code divides the model's graph {count} times, first{where} ({first['detail'] or first['op']})."
-        yield Hint(f"{text} Change that line, or stop with a list of all of them.", "engine.fallback: error")
+        text = f"Python code divides the model's graph{where} ({first['detail'] or first['op']}; {count} in all)."
+        yield Hint(f"{text} Change that line. The error has the complete list.", "engine.fallback: error")
 
 
 def _cannot_run(data: Data) -> Iterator[Hint]:
     forced = [item for item in data["fallbacks"] if item["reason"] in _CANNOT and not item["is_called"]]
     if forced:
         count, most = sum(item["count"] for item in forced), forced[0]["op"]
-        text = f"ONNX Runtime cannot run {count} nodes, most of them {most}. The complete list stops the run."
-        yield Hint(text, "engine.fallback: error")
+        nodes = f"{count} nodes, most often {most}" if count > 1 else most
+        yield Hint(f"ONNX Runtime cannot run {nodes}. The error has the complete list.", "engine.fallback: error")
 
 
 def _recompiles(data: Data) -> Iterator[Hint]:

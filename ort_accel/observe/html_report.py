@@ -3,31 +3,61 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from statistics import median
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 
+from ort_accel.observe.answers import MAX_HINTS, answers, beside_eager, typical
 from ort_accel.observe.axes import short
 from ort_accel.observe.charts import Line, bar_chart, line_chart, stacked_chart
 from ort_accel.observe.density_table import HEADINGS, NUMBERS, balancing, cells, scheme_rows
-from ort_accel.observe.feature_table import KINDS, WORDS
+from ort_accel.observe.feature_table import KINDS, NO_FALLBACKS, WORDS
 from ort_accel.observe.headline import percent
+from ort_accel.observe.hints import hints
 from ort_accel.observe.memory_plots import Data
 from ort_accel.observe.memory_section import memory_section
-from ort_accel.observe.page import COLOURS, Content, Markup, figures, folded, joined, page, table, tag
-from ort_accel.reporting import BatchingScheme, InputDensity, Inspection, Reason, Runner, State
+from ort_accel.observe.page import (
+    COLOURS,
+    Content,
+    Markup,
+    folded,
+    fragment,
+    joined,
+    page,
+    plots,
+    sections,
+    table,
+    tag,
+)
+from ort_accel.reporting import (
+    BatchingScheme,
+    Fallback,
+    Fallbacks,
+    InputDensity,
+    Inspection,
+    Reason,
+    Report,
+    Runner,
+    State,
+)
 
 _RUNNERS = {Runner.ORT.value: "ONNX Runtime", Runner.PYTORCH.value: "PyTorch"}
-_STEP_TIME = "ort/step_time"
 _SERIES = {
-    _STEP_TIME: ("Seconds of each step", "seconds"),
-    "ort/tokens_per_s": ("Tokens a second that are not padding", "tokens a second"),
-    "ort/density": ("Share of the tokens that are not padding", "share"),
-    "ort/label_density": ("Share of the labels that are not ignored", "share"),
-    "ort/flops_per_s": ("Floating point operations a second that compiled graphs computed", "FLOP/s"),
-    "ort/mfu": ("The same as a share of the speed of a large matrix product", "share"),
-    "ort/peak_memory": ("The most memory that the process has held so far", "MiB"),
+    "step_time": ("Seconds of each step", "seconds"),
+    "tokens_per_s": ("Tokens a second that are not padding", "tokens a second"),
+    "density": ("Share of the tokens that are not padding", "share"),
+    "label_density": ("Share of the labels that are not ignored", "share"),
+    "flops_per_s": ("Floating point operations a second that compiled graphs computed", "FLOP/s"),
+    "mfu": ("The same as a share of the speed of a large matrix product", "share"),
+    "peak_memory": ("The most memory that the process has held so far", "MiB"),
 }
 """The caption and the unit of each figure over the steps."""
+_SIDES = {"ort": "ort_accel", "eager": "eager PyTorch"}
+"""The first parts of the names of series. A script may add those of the same training in eager PyTorch."""
+_BESIDE = {
+    "step_time": ("a typical step", "s"),
+    "tokens_per_s": ("tokens a second", ""),
+    "memory_growth": ("peak memory of the training", "MiB"),
+}
 _MAX_ROWS = 40
 _LOGARITHMIC_RATIO = 20
 """The ratio of a figure's highest to its lowest value beyond which the axis is logarithmic."""
@@ -36,34 +66,41 @@ _LOGARITHMIC_RATIO = 20
 def html_report(data: Data) -> str:
     """Returns the page as one file without references to others."""
     version = data["versions"].get("ort_accel", "")
-    sections = [(title, content) for title, make in SECTIONS if (content := make(data))]
-    return page(
-        f"ort_accel {version}: what was done and measured".replace("  ", " "),
-        "What is applied and what is refused, who ran what, and what the steps took. Numbers were measured or derived "
-        f"in this run, but for those beside “{Reason.SLOWER_ELSEWHERE}”.",
-        _overview(data),
-        [tag("section", tag("h2", title), content) for title, content in sections],
-    )
+    return page(f"ort_accel {version}: report".replace("  ", " "), _subtitle(data), answers(data), _sections(data))
 
 
-def _overview(data: Data) -> Markup:
-    segments, series = data["segments"], data["series"].get(_STEP_TIME, [])
-    cannot = (Reason.UNSUPPORTED_OP, Reason.UNSUPPORTED_DTYPE, Reason.DATA_DEPENDENT, Reason.MUTATION)
-    forced = [item for item in data["fallbacks"] if item["reason"] in cannot and not item["is_called"]]
-    shown = [
-        ("of all nodes run by ONNX Runtime", _share(segments, "nodes")),
-        ("of their FLOPs, estimated", _share(segments, "flops")),
-        ("nodes that ONNX Runtime cannot run", f"{sum(item['count'] for item in forced):,}"),
-        ("set-up", f"{sum(data['timings'].values()):.1f} s"),
-    ]
-    if series:
-        shown.append(("typical step", f"{median(point['mean'] for point in series):.3g} s"))
-    return figures(shown)
+def notebook_report(report: Report) -> str:
+    """Returns a report for a notebook: the answers, and the sections folded."""
+    data = report.to_dict()
+    parts = (folded(title, tag("section", content)) for title, content in _contents(data))
+    return fragment(answers(data), parts)
 
 
-def _share(segments: Collection[Data], amount: str) -> str:
-    ours = sum(item[amount] for item in segments if item["runner"] == Runner.ORT.value)
-    return percent(ours, sum(item[amount] for item in segments))
+def notebook_fallbacks(items: Sequence[Fallback]) -> str:
+    """Returns a list of fallbacks for a notebook."""
+    rows = [asdict(item) | {"reason": item.reason.value} for item in items]
+    return fragment(_fallback_tables(rows) if rows else tag("p", NO_FALLBACKS))
+
+
+def _contents(data: Data) -> list[tuple[str, Markup]]:
+    return [(title, content) for title, make in SECTIONS if (content := make(data))]
+
+
+def _sections(data: Data) -> Markup:
+    return sections(_contents(data))
+
+
+def _subtitle(data: Data) -> str:
+    said = "Numbers were measured or derived in this run"
+    elsewhere = any(item["reason"] == Reason.SLOWER_ELSEWHERE.value for item in data["fallbacks"])
+    return f"{said}, but for those beside “{Reason.SLOWER_ELSEWHERE}”." if elsewhere else f"{said}."
+
+
+def _hints(data: Data) -> Markup | None:
+    found = hints(data)
+    if len(found) <= MAX_HINTS:
+        return None
+    return table(("key", "because"), [(tag("code", hint.yaml), hint.text) for hint in found])
 
 
 def _features(data: Data) -> Markup:
@@ -84,10 +121,10 @@ def _runners(data: Data) -> Markup:
     segments = data["segments"]
     if not segments:
         return tag("p", "Nothing was compiled yet: the model was not called since it was accelerated.")
-    parts = [
+    parts = plots(
         _runner_chart("Nodes", segments, "nodes"),
         _runner_chart("FLOPs of matrix products and convolutions, estimated", segments, "flops"),
-    ]
+    )
     rows = [
         (
             item["graph"],
@@ -121,19 +158,30 @@ def _ops(ops: Mapping[str, int]) -> str:
 
 def _fallbacks(data: Data) -> Markup:
     found = [item for item in data["fallbacks"] if item["reason"] != Reason.GRAPH_BREAK.value]
-    called = [item for item in found if item["is_called"]]
-    forced = [item for item in found if not item["is_called"] and not Reason(item["reason"]).is_choice]
-    choices = [item for item in found if not item["is_called"] and Reason(item["reason"]).is_choice]
-    parts: list[Content] = []
-    if forced:
-        parts += [tag("h3", "What ONNX Runtime cannot run"), _fallback_table(forced)]
-    elif data["segments"]:
-        parts.append(tag("p", "There is nothing that ONNX Runtime cannot run."))
-    if choices:
-        parts += [tag("h3", "By choice"), _fallback_table(choices)]
-    if called:
-        parts += [tag("h3", "Called from ONNX Runtime's sessions"), _fallback_table(called)]
-    return joined(*parts)
+    said = (
+        tag("p", "There is nothing that ONNX Runtime cannot run.")
+        if data["segments"] and not any(map(_is_forced, found))
+        else ""
+    )
+    return joined(said, _fallback_tables(found))
+
+
+def _is_forced(item: Data) -> bool:
+    """True if ONNX Runtime cannot run a node, and no session calls PyTorch for it."""
+    return not item["is_called"] and not Reason(item["reason"]).is_choice
+
+
+def _fallback_tables(items: Sequence[Data]) -> Markup:
+    """Returns the tables of what ONNX Runtime cannot run, of choices, and of what sessions call."""
+    called = [item for item in items if item["is_called"]]
+    forced = [item for item in items if _is_forced(item)]
+    choices = [item for item in items if not item["is_called"] and not _is_forced(item)]
+    titled = (
+        ("What ONNX Runtime cannot run", forced),
+        ("By choice", choices),
+        ("Called from ONNX Runtime's sessions", called),
+    )
+    return joined(joined(tag("h3", title), _fallback_table(part)) for title, part in titled if part)
 
 
 def _fallback_table(items: Sequence[Data]) -> Markup:
@@ -167,25 +215,50 @@ def _start_up(data: Data) -> Markup | None:
 
 
 def _steps(data: Data) -> Markup | None:
-    return joined(_over_steps(name, points) for name, points in data["series"].items()) or None
+    series = data["series"]
+    charts = (_over_steps(name, series) for name in _SERIES if any(f"{side}/{name}" in series for side in _SIDES))
+    others = (_over_steps(name, series) for name in series if name.partition("/")[2] not in {*_SERIES, *_BESIDE})
+    beside = joined(_beside(data))
+    parts = [*([tag("div", beside)] if beside else []), *charts, *others]
+    return plots(parts) if parts else None
 
 
-def _over_steps(name: str, points: Sequence[Data]) -> Markup:
+def _beside(data: Data) -> Iterator[Markup]:
+    """Yields a chart for each figure that is known of both sides."""
+    for name, (words, unit) in _BESIDE.items():
+        values = {label: typical(data, f"{side}/{name}") for side, label in _SIDES.items()}
+        if name == "step_time" and not all(values.values()) and (found := beside_eager(data)):
+            words = "forward and backward, in compared steps"
+            values = dict(zip(values, (found.ours, found.eager), strict=True))
+        if all(values.values()):
+            form = "{:,.0f}" if max(values.values()) >= 100 else "{:.3g}"
+            bars = [(label, {"": value}, f"{form.format(value)} {unit}".strip()) for label, value in values.items()]
+            yield bar_chart(f"ort_accel beside eager PyTorch: {words}", bars)
+
+
+def _over_steps(name: str, series: Mapping[str, Sequence[Data]]) -> Markup:
     """Returns a figure's chart. Its axis is logarithmic if the first steps, which compile, are far above the rest."""
     caption, unit = _SERIES.get(name, (name, ""))
-    each = max(point["count"] for point in points)
+    sides = {label: series[f"{side}/{name}"] for side, label in _SIDES.items() if f"{side}/{name}" in series}
+    sides = sides or {name: series[name]}
+    each = max(point["count"] for points in sides.values() for point in points)
     if each > 1:
         caption += f" (the mean of {each} steps, within their extremes)"
-    band = [(point["low"], point["high"]) for point in points] if each > 1 else ()
-    lowest, highest = min(point["low"] for point in points), max(point["high"] for point in points)
+    lowest = min(point["low"] for points in sides.values() for point in points)
+    highest = max(point["high"] for points in sides.values() for point in points)
     return line_chart(
         caption,
-        [Line(name, [(point["step"], point["mean"]) for point in points], band)],
+        [_line(label, points, has_band=each > 1) for label, points in sides.items()],
         "step",
         unit,
         logarithmic=lowest > 0 and highest / lowest > _LOGARITHMIC_RATIO,
         highest=1.0 if unit == "share" else None,
     )
+
+
+def _line(name: str, points: Sequence[Data], has_band: bool) -> Line:
+    band = [(point["low"], point["high"]) for point in points] if has_band else ()
+    return Line(name, [(point["step"], point["mean"]) for point in points], band)
 
 
 def _density(data: Data) -> Markup | None:
@@ -199,12 +272,12 @@ def _density(data: Data) -> Markup | None:
             (name, {"": way.flops}, f"{amount}, {share}")
             for way, (name, amount, share) in zip(found.ways, scheme_rows(found), strict=True)
         ]
-        parts = [bar_chart(caption, bars), tag("p", balancing(found))]
+        parts = [joined(bar_chart(caption, bars), tag("p", balancing(found)))]
     tokens = [row for row in found.rows if row.kind == "EMBED"]
     if len({row.step for row in tokens}) > 1:
         parts.insert(0, _tokens_chart([row for row in tokens if row.name == tokens[0].name]))
     listing = table(HEADINGS, map(cells, found.rows), NUMBERS)
-    return joined(*parts, folded("The density table, as it was last", listing))
+    return joined(plots(*parts), folded("The density table, as it was last", listing))
 
 
 def _tokens_chart(rows: Sequence[InputDensity]) -> Markup:
@@ -246,7 +319,7 @@ def _load_balance(data: Data) -> Markup | None:
         caption = f"{words}: processes wait {waiting:.1%} of the time for the one with the most work{kept}"
         return line_chart(caption, lines, "step of the epoch", "tokens", highest=highest)
 
-    return joined(plot("before", "Without balancing"), plot("after", "With balancing"))
+    return plots(plot("before", "Without balancing"), plot("after", "With balancing"))
 
 
 def _loads(steps: Sequence[Sequence[float]], places: Sequence[int]) -> list[Line]:
@@ -281,17 +354,21 @@ def _leaves(tree: Data, path: str = "") -> list[tuple[str, str]]:
 
 
 SECTIONS: tuple[tuple[str, Callable[[Data], Markup | None]], ...] = (
-    ("Features", _features),
+    ("Hints", _hints),
+    ("Steps", _steps),
+    ("Memory", memory_section),
+    ("Density", _density),
+    ("Load balancing", _load_balance),
     ("Who runs what", _runners),
     ("What PyTorch runs", _fallbacks),
     ("Graph breaks", _graph_breaks),
-    ("Set-up", _start_up),
-    ("Steps", _steps),
-    ("Density", _density),
-    ("Memory", memory_section),
     ("Tuning", _tuning),
-    ("Load balancing", _load_balance),
+    ("Set-up", _start_up),
+    ("Features", _features),
     ("Notes and counts", _notes),
     ("Versions and configuration", _basis),
 )
 """The sections in their order. A new one is a function and a line here."""
+
+Report.as_html = staticmethod(notebook_report)
+Fallbacks.as_html = staticmethod(notebook_fallbacks)

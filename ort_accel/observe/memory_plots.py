@@ -22,7 +22,8 @@ class Plot:
 
     caption: str
     x_name: str
-    measured: list[Mark]
+    levels: list[Mark]
+    """The budget, and the measured peak."""
     y_name: str = "MiB"
 
 
@@ -59,7 +60,7 @@ def step_plots(data: Data) -> list[StepPlot]:
         StepPlot(
             caption=f"{graph['graph']}: memory over a step, by what it is for",
             x_name="segment, in the order of running",
-            measured=_measured(data),
+            levels=_levels(data, [graph]),
             layers=_layers(graph),
             beginnings=_beginnings(graph),
         )
@@ -69,18 +70,17 @@ def step_plots(data: Data) -> list[StepPlot]:
 
 def frontier_plot(data: Data) -> FrontierPlot | None:
     """Returns the plot of peaks by choice; None if no graph has several choices."""
-    lines = [
-        Line(graph["graph"], [(peak["cost_ms"], peak["bytes"] / MIB) for peak in graph["frontier"]])
-        for graph in predicted_graphs(data)
-        if len(graph["frontier"]) > 1
-    ]
-    if not lines:
+    graphs = [graph for graph in predicted_graphs(data) if len(graph["frontier"]) > 1]
+    if not graphs:
         return None
     return FrontierPlot(
         caption="The peak of a step, as predicted for each choice that was tried",
         x_name="ms that this costs in a step, estimated",
-        measured=_measured(data),
-        lines=lines,
+        levels=_levels(data, graphs),
+        lines=[
+            Line(graph["graph"], [(peak["cost_ms"], peak["bytes"] / MIB) for peak in graph["frontier"]])
+            for graph in graphs
+        ],
     )
 
 
@@ -92,6 +92,11 @@ def _layers(graph: Data) -> dict[str, list[float]]:
 def _beginnings(graph: Data) -> list[Mark]:
     phases = [stage["phase"] for stage in graph["stages"]]
     return [Mark(phase, phases.index(phase), across=True) for phase in dict.fromkeys(phases) if phases.index(phase)]
+
+
+def _levels(data: Data, graphs: list[Data]) -> list[Mark]:
+    budgets = dict.fromkeys(graph.get("budget", 0) for graph in graphs)
+    return [Mark("budget", budget / MIB) for budget in budgets if budget] + _measured(data)
 
 
 def _measured(data: Data) -> list[Mark]:

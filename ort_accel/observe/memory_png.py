@@ -57,7 +57,7 @@ def _draw_frontier(axes: Axes, plot: FrontierPlot) -> None:
 
 
 def _finish(axes: Axes, plot: Plot) -> None:
-    for mark, style in zip(plot.measured, ("--", "-."), strict=False):
+    for mark, style in zip(plot.levels, ("--", "-.", ":"), strict=False):
         axes.axhline(mark.value, color="black", linestyle=style, linewidth=1, label=mark.name)
     axes.set(title=plot.caption, xlabel=plot.x_name, ylabel=plot.y_name, ylim=(0, None))
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")

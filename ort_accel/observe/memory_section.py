@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from ort_accel.observe.charts import bar_chart, line_chart, stacked_chart
 from ort_accel.observe.feature_table import WORDS
 from ort_accel.observe.memory_plots import MIB, Data, frontier_plot, predicted_graphs, step_plots
-from ort_accel.observe.page import Content, Markup, folded, joined, table, tag
+from ort_accel.observe.page import Content, Markup, folded, joined, plots, table, tag
 from ort_accel.reporting import State
 
 
@@ -22,12 +22,12 @@ def memory_section(data: Data) -> Markup | None:
         for key, words in (("stash_without", "without recomputation"), ("stash", "as it is"))
     ]
     kept = bar_chart("What the forward keeps for the backward", bars)
-    return joined(kept, _peaks(data), _steps(data), _frontier(data), map(_recomputed, graphs))
+    return joined(plots(_steps(data), _frontier(data), _peaks(data), kept), map(_recomputed, graphs))
 
 
 def _steps(data: Data) -> Iterator[Markup]:
     for plot in step_plots(data):
-        places, marks = range(len(next(iter(plot.layers.values())))), [*plot.beginnings, *plot.measured]
+        places, marks = range(len(next(iter(plot.layers.values())))), [*plot.beginnings, *plot.levels]
         yield stacked_chart(plot.caption, places, plot.layers, plot.x_name, plot.y_name, marks)
 
 
@@ -35,7 +35,7 @@ def _frontier(data: Data) -> Content:
     plot = frontier_plot(data)
     if plot is None:
         return ""
-    return line_chart(plot.caption, plot.lines, plot.x_name, plot.y_name, marks=plot.measured, whole=False)
+    return line_chart(plot.caption, plot.lines, plot.x_name, plot.y_name, marks=plot.levels, whole=False)
 
 
 def _peaks(data: Data) -> Content:

@@ -85,10 +85,15 @@ def frontier(
         yield point
 
 
+def limit_bytes(budget: str | float, first: FrontierPoint) -> int:
+    """Returns a budget in bytes; a share is one of the peak at the first point of the frontier."""
+    return int(budget * first.step.peak_bytes) if isinstance(budget, float) else bytes_in(budget)
+
+
 def fit_budget(budget: str | float, frontiers: Sequence[Iterator[FrontierPoint]]) -> list[FrontierPoint]:
     """Returns the cheapest frontier up to its first point within a budget; an error names the smallest one that is."""
     tried = [[next(points)] for points in frontiers]
-    limit = int(budget * tried[0][0].step.peak_bytes) if isinstance(budget, float) else bytes_in(budget)
+    limit = limit_bytes(budget, tried[0][0])
     for so_far, points in zip(tried, frontiers, strict=True):
         while so_far[-1].step.peak_bytes > limit and (following := next(points, None)) is not None:
             so_far.append(following)

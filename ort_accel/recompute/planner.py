@@ -15,7 +15,7 @@ from ort_accel.config.sections import Memory
 from ort_accel.graph.nodes import fakes_in
 from ort_accel.memory_records import GraphMemory, Peak, PlanKind
 from ort_accel.operators.facts import facts
-from ort_accel.recompute.budget import Candidate, FrontierPoint, MemoryPlan, Predict, fit_budget, frontier
+from ort_accel.recompute.budget import Candidate, FrontierPoint, MemoryPlan, Predict, fit_budget, frontier, limit_bytes
 from ort_accel.recompute.checkpoint_marks import Marks, take_marks
 from ort_accel.recompute.cost import node_ms
 from ort_accel.recompute.joint_graph import forward_nodes, is_unchanged_input, packet, producer
@@ -208,6 +208,7 @@ class MemoryPlanner:
             record.frontier = [Peak(point.step.peak_bytes, point.step.resident_bytes, point.cost_ms) for point in tried]
             indices = layer_indices(forward_nodes(graph.joint), graph.layers)
             record.stages = memory_stages(tried[-1].step, indices, layers)
+            record.budget = 0 if self._memory.budget is None else limit_bytes(self._memory.budget, tried[0])
         record.stash_without = total_bytes(saved_values(graph.joint))
         record.symbols = symbol_values(graph.joint)
         record.repeated, record.cost_ms = len(plan.recomputed), sum(map(node_ms, plan.recomputed))

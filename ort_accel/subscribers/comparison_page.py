@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ort_accel.observe.charts import Line, Mark, line_chart
-from ort_accel.observe.page import Content, Markup, figures, folded, page, table, tag
+from ort_accel.observe.page import Content, Markup, figures, folded, page, plots, sections, table, tag
 from ort_accel.subscribers.comparison import Difference, first_divergence
 
 _DIRECTIONS = ("forward", "backward")
@@ -35,19 +35,19 @@ def comparison_page(names: tuple[str, str], differences: Sequence[Difference], t
     ]
     step = diverged.step if diverged else min((item.step for item in differences), default=0)
     in_step = [item for item in differences if item.step == step]
-    sections: list[tuple[str, Sequence[Content]]] = [
-        (f"Step {step}, in the order of running", _step_plots(in_step, names, diverged, tolerance)),
+    parts: list[tuple[str, Content]] = [
+        (f"Step {step}, in the order of running", plots(_step_plots(in_step, names, diverged, tolerance))),
         ("Step by step", [_steps_plot(differences, tolerance)]),
         ("Module by module", [_modules(differences, tolerance)]),
     ]
     if above:
-        sections.append(("What differs", [_listing(above)]))
+        parts.append(("What differs", [_listing(above)]))
     return page(
         "Two runs, module by module",
         f"{names[0]} and {names[1]}",
         tag("p", verdict(differences, tolerance), class_="refused" if diverged else "applied"),
         figures(shown),
-        [tag("section", tag("h2", title), *content) for title, content in sections],
+        sections(parts),
     )
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ort_accel.reporting import Kernels
 from tests.examples.figures import figures
+from tests.observe.pages import read
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "hf" / "run_classification.py"
 SMALL = [
@@ -62,7 +63,8 @@ def test_comparing_shows_progress_figures_and_kernels_and_writes_the_page(tmp_pa
     assert all(value > 0 for values in table.values() for value in values)
     for kernels in Kernels:
         assert kernels in done.stdout
-    assert (tmp_path / "out" / "report.html").exists()
+    page = read((tmp_path / "out" / "report.html").read_text())
+    assert len(page.plots["Seconds of each step"].points) == 2
 
 
 def test_on_a_terminal_a_line_moves(tmp_path, live):

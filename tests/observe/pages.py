@@ -4,7 +4,7 @@ import re
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
-VOID = {"meta"}
+VOID = {"meta", "br"}
 FROM_ELSEWHERE = {"src", "href", "srcset", "data", "action"}
 
 
@@ -12,10 +12,14 @@ class _Reader(HTMLParser):
     def __init__(self):
         super().__init__(convert_charrefs=True)
         self.open, self.headings, self.tables, self.plots, self.words = [], [], [], [], []
+        self.ids, self.links = set(), []
 
     def handle_starttag(self, tag, attributes):
         found = dict(attributes)
-        assert not FROM_ELSEWHERE & set(found), f"<{tag}> loads something: {found}"
+        elsewhere = [value for name, value in attributes if name in FROM_ELSEWHERE and not value.startswith("#")]
+        assert not elsewhere, f"<{tag}> loads something: {found}"
+        self.ids.update({found["id"]} if "id" in found else ())
+        self.links.extend(value[1:] for name, value in attributes if name == "href")
         assert tag not in ("script", "link", "iframe", "img")
         if tag == "table":
             self.tables.append([])
@@ -28,8 +32,10 @@ class _Reader(HTMLParser):
         elif tag in ("polyline", "polygon"):
             points = [tuple(map(float, point.split(","))) for point in found["points"].split()]
             self.plots[-1].points.append(points)
-        elif tag == "rect" and "svg" in self.open and self.open[self.open.index("svg") - 1] == "figure":
-            self.plots[-1].bars.append(float(found["width"]))
+        elif tag == "ul" and found.get("class") == "bars":
+            self.plots.append(SimpleNamespace(label=found["aria-label"], words=[], points=[], bars=[]))
+        elif tag == "i" and "li" in self.open:
+            self.plots[-1].bars.append(float(re.match(r"width:([\d.]+)%", found["style"]).group(1)))
         if tag not in VOID:
             self.open.append(tag)
 
@@ -43,7 +49,7 @@ class _Reader(HTMLParser):
         self.words.append(data)
         if self.open[-1:] == ["h2"]:
             self.headings.append(data)
-        if "svg" in self.open and self.plots:
+        if self.plots and ("svg" in self.open or ("figure" in self.open and "ul" in self.open)):
             self.plots[-1].words.append(data)
         if "td" in self.open or "th" in self.open:
             self.tables[-1][-1][-1] += data
@@ -56,6 +62,7 @@ def read(html):
     reader.feed(html)
     reader.close()
     assert reader.open == []
+    assert set(reader.links) <= reader.ids
     return SimpleNamespace(
         headings=reader.headings,
         tables=reader.tables,
