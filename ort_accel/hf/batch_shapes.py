@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 from torch.utils.data import DataLoader
 
 from ort_accel.capture.dynamic_shapes import ForeseenSizes
+from ort_accel.data import PackingCollator
 
 SEQUENCE_COLUMNS = ("input_values", "labels")
 """The columns of a sample that are sequences, besides tokens (`input_ids`, TRL's `chosen_ids`)."""
@@ -47,6 +48,8 @@ def _pads_last_batch(batches: object) -> bool:
 def _lengths_differ(dataset: Any, collate: object, size: int) -> bool:
     """True if batches in the order of the dataset, each padded to its longest sample, differ in length."""
     collate = getattr(collate, "data_collator", collate)  # a Trainer wraps it to remove columns
+    if isinstance(collate, PackingCollator):
+        return collate.pad_to_multiple_of != collate.max_length
     if getattr(collate, "padding", True) in (False, "max_length"):
         return False
     multiple = getattr(collate, "pad_to_multiple_of", None) or 1

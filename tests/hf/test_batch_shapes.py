@@ -6,6 +6,7 @@ from datasets import Image
 from torch.utils.data import DataLoader, Dataset
 from transformers import DataCollatorWithPadding, default_data_collator
 
+from ort_accel.data import PackedDataset, PackingCollator
 from ort_accel.hf.batch_shapes import shapes_of_batches
 from tests.hf.words import tokenizer
 
@@ -33,6 +34,13 @@ def test_lengths_are_told_from_how_the_batch_is_padded():
     assert shapes_of_batches(loader(samples, DataCollatorWithPadding(tokenizer()))).lengths
     assert not shapes_of_batches(loader(samples, DataCollatorWithPadding(tokenizer(), "max_length", 9))).lengths
     assert not shapes_of_batches(loader(samples, DataCollatorWithPadding(tokenizer(), pad_to_multiple_of=8))).lengths
+
+
+def test_packed_rows_differ_unless_they_are_filled_up():
+    samples = PackedDataset(rows(4, 5, 6, 7), 8)
+    assert shapes_of_batches(loader(samples, PackingCollator())).lengths
+    assert shapes_of_batches(loader(samples, PackingCollator(max_length=8))).lengths
+    assert not shapes_of_batches(loader(samples, PackingCollator(max_length=8, pad_to_multiple_of=8))).lengths
 
 
 def test_a_last_batch_counts_where_it_is_smaller_and_reached():

@@ -10,11 +10,13 @@ from transformers import (
     BloomForCausalLM,
     DataCollatorForLanguageModeling,
     DataCollatorWithFlattening,
+    LlamaForCausalLM,
     RobertaConfig,
     RobertaForCausalLM,
     Trainer,
     set_seed,
 )
+from transformers.utils import is_flash_attn_2_available
 
 import ort_accel
 from ort_accel import OrtAccelError
@@ -199,6 +201,18 @@ def test_another_collator_or_loader_is_refused(tmp_path):
     trainer = Own(llama(), arguments(tmp_path, max_steps=1), train_dataset=samples(), ort_config=PACKING)
     with pytest.raises(OrtAccelError, match="the training data loader has no packed rows"):
         trainer.train()
+
+
+def test_sizes_of_packed_rows_are_open_from_the_first_graph(tmp_path):
+    trainer = trained(tmp_path)
+    assert ort_accel.report(trainer.model).counters["compilations"] == 2  # forward and backward, for all lengths
+
+
+def test_flash_attention_that_is_not_installed_is_transformers_error():
+    if is_flash_attn_2_available():
+        pytest.skip("flash attention is installed")
+    with pytest.raises(ImportError, match=r"flash_attn|FlashAttention2"):
+        LlamaForCausalLM._from_config(llama().config, attn_implementation="flash_attention_2")
 
 
 def test_classes_as_labels_are_refused(tmp_path):

@@ -77,7 +77,7 @@ def assert_as_unpacked(eager, ours, data, collator):
         )
 
 
-BATCHES = [(9, 4, 12, 1), (3, 14, 6), (5, 5, 5, 8, 2), (17, 2), (11, 7, 7)]
+BATCHES = [(9, 4, 12, 1), (3, 14, 6), (5, 5, 5, 8, 2), (17, 2, 6), (11, 7, 7)]
 
 
 ONE_ROW, ROWS = PackingCollator(return_flash_attn_kwargs=True), PackingCollator(max_length=20)
