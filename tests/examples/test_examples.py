@@ -26,14 +26,21 @@ SMALL = {
         *STEPS,
         *("--prompt_words=12", "--answer_words=12", "--hidden_size=64", "--num_hidden_layers=1"),
     ],
+    "run_packed_sft": [
+        *STEPS,
+        *("--prompt_words=12", "--answer_words=12", "--hidden_size=64", "--num_hidden_layers=1", "--max_length=64"),
+    ],
+    "run_qlora": [*STEPS, "--block_size=16", "--hidden_size=64", "--num_hidden_layers=1"],
     "accelerate_loop": [SHORT, "--num_train_epochs=2"],
 }
+
+NEEDS = {"run_lora": "peft", "run_qlora": "bitsandbytes", "run_sft": "trl", "run_packed_sft": "trl"}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SMALL)
 def test_both_columns_show_the_same_losses(tmp_path, name):
-    pytest.importorskip({"run_lora": "peft", "run_sft": "trl"}.get(name, "transformers"))
+    pytest.importorskip(NEEDS.get(name, "transformers"))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(FOLDER.parents[1])}
     command = [sys.executable, str(FOLDER / f"{name}.py"), *SAMPLES, *SMALL[name]]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
