@@ -1,7 +1,8 @@
-"""Patches Dynamo for captures of the engine alone: checks of tensor contents stay in a graph instead of breaking it.
+"""Patches Dynamo for captures of the engine alone: what a model checks stays in a graph instead of breaking it.
 
 Models of pictures and text check through `torch._check_tensor_all` that tokens and parts of pictures match, and write
 both numbers into the error's text. Dynamo breaks the graph at the check, and compiles anew for each number in a text.
+PEFT's DoRA asks which package a weight's class is of, which Dynamo does not know for classes of torch.
 Private to torch; checked with torch 2.11 to 2.13.
 """
 
@@ -16,7 +17,7 @@ import torch
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.misc import StringFormatVariable
+from torch._dynamo.variables.misc import GetAttrVariable, StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -78,5 +79,25 @@ def _patch_tensor_checks() -> None:
     TorchInGraphFunctionVariable.call_function = call_function  # type: ignore[method-assign]
 
 
+def _patch_names_of_modules() -> None:
+    """Let a class of torch tell the name of the module that it is defined in."""
+    original = GetAttrVariable.call_method
+
+    def call_method(
+        self: GetAttrVariable,
+        tx: InstructionTranslatorBase,
+        name: str,
+        args: list[VariableTracker],
+        kwargs: dict[str, VariableTracker],
+    ) -> VariableTracker:
+        is_of_torch = isinstance(self.obj, TorchInGraphFunctionVariable) and isinstance(self.obj.value, type)
+        if not is_by_engine() or self.name != "__module__" or not is_of_torch:
+            return original(self, tx, name, args, kwargs)
+        return ConstantVariable.create(self.obj.value.__module__).call_method(tx, name, args, kwargs)
+
+    GetAttrVariable.call_method = call_method  # type: ignore[method-assign]
+
+
+_patch_names_of_modules()
 _patch_text_formatting()
 _patch_tensor_checks()
