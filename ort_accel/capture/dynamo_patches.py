@@ -90,12 +90,12 @@ def _patch_names_of_modules() -> None:
         args: list[VariableTracker],
         kwargs: dict[str, VariableTracker],
     ) -> VariableTracker:
-        is_of_torch = isinstance(self.obj, TorchInGraphFunctionVariable) and isinstance(self.obj.value, type)
-        if not is_by_engine() or self.name != "__module__" or not is_of_torch:
+        owner = self.obj.value if isinstance(self.obj, TorchInGraphFunctionVariable) else None
+        if not is_by_engine() or self.name != "__module__" or not isinstance(owner, type):
             return original(self, tx, name, args, kwargs)
-        return ConstantVariable.create(self.obj.value.__module__).call_method(tx, name, args, kwargs)
+        return ConstantVariable.create(owner.__module__).call_method(tx, name, args, kwargs)
 
-    GetAttrVariable.call_method = call_method  # type: ignore[method-assign]
+    GetAttrVariable.call_method = call_method  # type: ignore[assignment, method-assign]
 
 
 _patch_names_of_modules()
