@@ -18,7 +18,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native wheel sanitize demo test say-inference-only test-training test-inference test-all lint format docs lock clean
+.PHONY: help setup native wheel sanitize demo test say-inference-only test-training test-inference test-all lint format docs site lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -104,6 +104,9 @@ format: .venv/.ready ## Put every file into the common format
 
 docs: .venv/.ready ## Write configs/default.yaml and docs/configuration.md anew from the schema
 	.venv/bin/python -m ort_accel.config.reference
+
+site: .venv/.ready ## Build the site of the guides into out/site
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict --quiet
 
 lock: setup ## Write the lock file anew from the two environments
 	{ echo "# Exact versions for both environments; written by 'make lock'."; \

@@ -1,11 +1,9 @@
-"""The README and the guides: links lead somewhere, snippets can be used, and files, keys and commands exist."""
+"""The README and the guides: links lead somewhere, configurations load, and files, keys and commands exist."""
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -69,15 +67,6 @@ def test_every_configuration_passes_the_check(page: Path, tmp_path: Path) -> Non
         (tmp_path / "x.yaml").write_text(text, encoding="utf-8")
         result = CliRunner().invoke(app, ["check", str(tmp_path / "x.yaml")])
         assert result.exit_code == 0, f"{text}\n{result.output}"
-
-
-@each_guide
-def test_every_piece_of_python_is_python_and_imports_names_that_exist(page: Path) -> None:
-    for text in snippets(page, "python"):
-        for node in ast.walk(ast.parse(text.replace(", ...)", ")"))):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("ort_accel"):
-                module = import_module(node.module)
-                assert all(hasattr(module, alias.name) for alias in node.names), text
 
 
 @each_guide
