@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_the_kernels_of_a_step_are_seen(tmp_path: Path) -> None:
     file = tmp_path / "bounds.json"
     command = ["benchmarks/bounds.py", "--tiny", "--case", "bert", "--steps", "2", "--warmup", "1", "--json", str(file)]

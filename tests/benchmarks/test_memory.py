@@ -21,6 +21,7 @@ def script(monkeypatch):
     return module
 
 
+@pytest.mark.long
 def test_every_way_makes_the_same_step_and_says_what_it_takes(script):
     workload = replace(script.CASES["small"], **script.SMALLER | {"layers": 3})
     ways = [
@@ -48,6 +49,7 @@ def test_a_peak_to_stay_within_is_a_budget_with_early_updates(script):
     assert found.predicted <= found.budget == pytest.approx(0.98 * free.predicted, abs=1024)
 
 
+@pytest.mark.long
 def test_a_budget_that_cannot_be_kept_is_shown_as_such(script):
     workload = replace(script.CASES["small"], **script.SMALLER)
     way = script.Way("ort_accel, budget 0.1", {"budget": 0.1})

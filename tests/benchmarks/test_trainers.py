@@ -14,6 +14,7 @@ pytest.importorskip("trl")
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_a_trainer_is_measured(tmp_path: Path) -> None:
     file = tmp_path / "trainers.json"
     command = ["benchmarks/trainers.py", "--tiny", "--case", "sft", "--rounds", "2", "--json", str(file)]

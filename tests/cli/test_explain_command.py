@@ -8,6 +8,7 @@ import transformers as hf
 from typer.testing import CliRunner
 
 from ort_accel.cli.main import app
+from tests.tiers import mostly_long
 
 runner = CliRunner()
 
@@ -70,13 +71,16 @@ def test_the_configuration_is_obeyed(folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("architecture", "config"),
-    [
-        ("BertForTokenClassification", hf.BertConfig),
-        ("BertForQuestionAnswering", hf.BertConfig),
-        ("BertModel", hf.BertConfig),
-        ("LlamaForCausalLM", hf.LlamaConfig),
+    mostly_long(
+        [
+            ("BertForTokenClassification", hf.BertConfig),
+            ("BertForQuestionAnswering", hf.BertConfig),
+            ("BertModel", hf.BertConfig),
+            ("LlamaForCausalLM", hf.LlamaConfig),
+            ("ViTForImageClassification", hf.ViTConfig),
+        ],
         ("ViTForImageClassification", hf.ViTConfig),
-    ],
+    ),
 )
 def test_inputs_are_made_up_for_each_kind_of_head(architecture, config, tmp_path):
     made = config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)

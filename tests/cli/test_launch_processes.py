@@ -162,6 +162,7 @@ def test_a_process_that_is_killed_ends_the_job_with_an_error(tmp_path):
     assert steps == {"0 0", "0 1", "1 0", "1 1"}, "nobody goes on without the others"
 
 
+@pytest.mark.long
 def test_the_runner_works_as_a_module_of_accelerate_launch(tmp_path, eager_loop):
     out = tmp_path / "out.json"
     accelerate = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", 1, "--num_machines", 1]

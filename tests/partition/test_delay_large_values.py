@@ -132,6 +132,7 @@ def test_a_step_takes_no_more_memory_and_changes_no_bit(name, monkeypatch):
     assert predicted(delayed[1]) <= predicted(together[1])
 
 
+@pytest.mark.long
 def test_a_bert_takes_less(monkeypatch):
     """Hidden values of feed-forward layers are a third of the peak."""
     size = Workload("bert", hidden=96, layers=2, heads=2, batch=32, length=64, vocab=64, dropout=0.0)

@@ -15,6 +15,7 @@ import ort_accel
 from ort_accel.passes.fuse_tied_embedding import EMBEDDING_BACKWARD_ONTO, add_embedding_gradient, fuse_tied_embedding
 from ort_accel.passes.options import PassOptions
 from tests.against_eager import assert_step_as_eager
+from tests.tiers import mostly_long
 
 COUNT, WIDTH = 30, 8
 COUNTER = "fused tied embedding's gradient"
@@ -115,7 +116,7 @@ ALONE = {"engine": {"run_in_pytorch": ["aten.mm.default", "aten.add.Tensor"]}}
 
 @pytest.mark.parametrize("config", [{}, ALONE, {"memory": {"level": 1}}], ids=["both", "pytorch", "memory"])
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 2}, {"scale_grad_by_freq": True}], ids=str)
-@pytest.mark.parametrize("sides", [1, 2])
+@pytest.mark.parametrize("sides", mostly_long([1, 2], 2))
 def test_a_model_trains_as_in_eager_mode(config: dict[str, Any], options: dict[str, Any], sides: int) -> None:
     torch.manual_seed(0)
     eager = Tied(sides, **options)

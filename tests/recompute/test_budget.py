@@ -75,7 +75,7 @@ def test_the_predicted_peak_includes_parameters_and_optimizer_states():
     assert peak.resident > 3 * 4 * 32 * 64, "the word embedding alone with its two moments"
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["at the end", "early"])
+@pytest.mark.parametrize("early", mostly_long([False, True], True), ids=["at the end", "early"])
 def test_a_budget_can_save_what_a_level_can(early):
     """A budget also works if the backward reads most saved values, the logits, at once."""
     workload = replace(size("llama", ROWS), vocab=4096)

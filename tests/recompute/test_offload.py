@@ -167,6 +167,7 @@ def test_offload_keeps_a_budget_that_recompute_alone_cannot(late, monkeypatch):
     assert late.is_empty()
 
 
+@pytest.mark.long
 def test_an_infeasible_budget_names_the_smallest_one_with_offload(late):
     with pytest.raises(OrtAccelError, match="everything computed again or moved that can be"):
         step(on_a_budget(Chain(2), 0.01, offload=True), torch.randn(64, 64))
