@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from multiprocessing import Queue
 from typing import NamedTuple
 
 import pytest
@@ -27,6 +28,7 @@ import ort_accel
 from ort_accel.kernels import linear_cross_entropy as operator
 from ort_accel.reporting import Runner
 from tests.against_eager import BETWEEN_SESSIONS, assert_same, step
+from tests.forked import asked
 
 NAME = "fused heads"
 VOCABULARY, WIDTH = 1500, 16
@@ -261,3 +263,39 @@ def test_models_of_transformers(name, with_count):
     given = {"input_ids": ids, "labels": ids} | ({"num_items_in_batch": torch.tensor(11)} if with_count else {})
     assert_same(step(ours, **given), step(eager, **given))
     assert ort_accel.report(ours).counters[NAME] == 1
+
+
+class Wide(nn.Module):
+    """A head with so many scores that some rows of them are most of a step's memory."""
+
+    columns, width = 40_000, 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(self.width, self.width), nn.Linear(self.width, self.columns)
+
+    def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(self.inner(rows).tanh()), labels)
+
+
+def peaks(results: Queue, rows: int) -> None:
+    """Put the predicted peak of a step with so many rows, and the measured one."""
+    model = ort_accel.accelerate(Wide(), QUIET | {"observe": {"log_level": "error", "memory_stats": True}})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(5):
+        model(torch.randn(rows, Wide.width), torch.randint(Wide.columns, (rows,))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = ort_accel.report(model)
+    (memory,) = report.memory.values()
+    results.put((memory.frontier[-1].bytes, report.measured_peak.held + report.measured_peak.in_use))
+
+
+def test_the_peak_of_a_step_does_not_grow_with_vocabulary_times_rows():
+    assert operator.rows_at_once(Wide.columns, torch.float32) < 1000
+    (few, few_measured), (many, measured) = (asked(peaks, rows) for rows in (1000, 3000))
+    of_rows, of_scores = 2000 * Wide.width * 4, 2000 * Wide.columns * 4
+    assert 0 < many - few <= 8 * of_rows
+    assert measured - few_measured <= of_scores / 20
+    assert few == pytest.approx(few_measured, rel=0.1)
+    assert many == pytest.approx(measured, rel=0.1)
