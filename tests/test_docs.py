@@ -16,7 +16,7 @@ from ort_accel.config.fields import all_keys
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 GUIDES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [*GUIDES, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md"))]
+PAGES = [*GUIDES, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"))]
 
 KEYS = {".".join(path) for path in all_keys()}
 SECTIONS = {key.partition(".")[0] for key in KEYS}
@@ -91,3 +91,11 @@ def test_the_readme_has_no_long_table() -> None:
     tables = re.findall(r"(?:^\|.*\n)+", README.read_text(encoding="utf-8"), re.MULTILINE)
     assert tables
     assert [table for table in tables if table.count("\n") > 2 + 6] == []
+
+
+def test_each_benchmark_has_a_line() -> None:
+    scripts = {path for path in (ROOT / "benchmarks").rglob("*.py") if "__main__" in path.read_text(encoding="utf-8")}
+    listed = re.findall(
+        r"^\| `([\w/]+\.py)` \|", (ROOT / "benchmarks/README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert {str(path.relative_to(ROOT / "benchmarks")) for path in scripts} == set(listed)
