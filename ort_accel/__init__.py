@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ort_accel.engine import accelerate, report, restore, save_report
     from ort_accel.errors import ConfigError, OrtAccelError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Config": "ort_accel.config",

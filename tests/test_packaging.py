@@ -25,6 +25,11 @@ def built(kind: str, where: Path, settings: dict[str, str] | None = None, **vari
     return found
 
 
+def test_the_changelog_and_the_citation_have_the_version_of_the_package():
+    assert f"\n## {ort_accel.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {ort_accel.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 def names(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as file:
         return set(file.namelist())

@@ -61,5 +61,5 @@ def package_folder(name: str) -> Path:
     """Where a package is installed, without importing it."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"{name} is not installed: pip install 'ort-accel[examples]'")
+        raise ModuleNotFoundError(f"{name} is not installed: pip install '.[examples]'")
     return Path(spec.origin).parent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,9 +45,24 @@ def _lines(environment: Environment) -> Iterator[str]:
         yield _row("cpu threads", str(environment.devices.cpu_threads))
         yield _row("cuda devices", ", ".join(environment.devices.cuda) or "none")
     yield ""
-    yield from (f"Missing: {blocker}." for blocker in environment.blockers)
-    yield from (f"Warning: {warning}." for warning in environment.warnings)
+    for blocker in environment.blockers:
+        yield from _with_commands("Missing", blocker)
+    for warning in environment.warnings:
+        yield from _with_commands("Warning", warning)
+    if environment.native.missing:
+        yield from _with_commands("Native library", environment.native.missing)
     yield "Training cannot run here." if environment.blockers else "Training can run here."
+
+
+def _with_commands(kind: str, text: str) -> Iterator[str]:
+    """Yields a sentence, and each command that it names in a line of its own, to be pasted."""
+    commands = _COMMAND.findall(text)
+    said = text.partition("; `")[0] if commands else text
+    yield f"{kind}: {said}"
+    yield from (f"  {command}" for command in commands)
+
+
+_COMMAND = re.compile(r"`((?:pip|make|sudo) [^`]+)`")
 
 
 def _runtime_lines(runtime: Runtime | None) -> Iterator[str]:

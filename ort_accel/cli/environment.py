@@ -168,7 +168,7 @@ def _device_warnings(runtime: Runtime, devices: Devices | None) -> list[str]:
             return [
                 f"{found.distribution} was built for CUDA, but its CUDA provider does not load; install CUDA and cuDNN"
             ]
-        swap = f'`pip uninstall -y {found.distribution}` and then `pip install "ort-accel[gpu]"`'
+        swap = ort_distributions.exchange_commands(found.distribution, "onnxruntime-gpu")
         return [f"there is a CUDA device, but {found.distribution} cannot use it; {swap}"]
     if devices and not devices.cuda and has_cuda:
         return ["ONNX Runtime can use CUDA, but PyTorch sees no device; install a CUDA build of torch"]

@@ -12,6 +12,7 @@ from ort_accel.errors import ConfigError, OrtAccelError, Problem
 from ort_accel.runtime import cuda
 from ort_accel.runtime.device import CPU, ExecutionDevice
 from ort_accel.runtime.installed_ort import Flavor, provider_refusal
+from ort_accel.runtime.ort_distributions import exchange_commands
 
 ALLOCATOR = "memory.external_allocator"
 
@@ -87,7 +88,7 @@ def _refuse_without_cuda(runtime: Flavor, place: ExecutionDevice) -> None:
     if cuda.PROVIDER not in runtime.providers:
         raise OrtAccelError(
             f"{begin} {runtime.distribution} {runtime.version} was built without CUDA; "
-            f'`pip uninstall -y {runtime.distribution}` and then `pip install "ort-accel[gpu]"`, {leave}'
+            f"{exchange_commands(runtime.distribution, 'onnxruntime-gpu')}, {leave}"
         )
     if reason := cuda.missing():
         raise OrtAccelError(f"{begin} {reason}; install a build of torch for CUDA, {leave}")

@@ -15,6 +15,7 @@ from ort_accel.observe.logs import severity
 from ort_accel.passes.options import PassOptions
 from ort_accel.runtime.device import CPU, ExecutionDevice
 from ort_accel.runtime.installed_ort import Flavor, installed_runtime
+from ort_accel.runtime.ort_distributions import exchange_commands
 from ort_accel.runtime.session import SessionSettings
 
 NEWEST_OPSET = 20
@@ -113,10 +114,10 @@ def chosen_runtime(config: Config) -> Flavor:
     runtime, wish = installed_runtime(), config.engine.runtime
     is_training = wish == "onnxruntime-training"
     if wish != "auto" and is_training != runtime.is_training_build:
-        extra = "training" if is_training else "cpu"
+        wanted = "onnxruntime-training-cpu" if is_training else "onnxruntime"
         raise OrtAccelError(
             f"engine.runtime is {wish}, but {runtime.distribution} {runtime.version} is installed; "
-            f'`pip uninstall -y {runtime.distribution}` and then `pip install "ort-accel[{extra}]"`, or set it to auto'
+            f"{exchange_commands(runtime.distribution, wanted)}, or set it to auto"
         )
     return runtime
 

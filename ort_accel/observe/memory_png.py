@@ -1,4 +1,4 @@
-"""The plots of memory as a PNG, for papers and slides. It needs matplotlib, which `ort-accel[report]` installs."""
+"""The plots of memory as a PNG, for papers and slides. It needs matplotlib, which the extra `report` installs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def memory_png(data: Data) -> bytes:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise OrtAccelError(f"a .png needs matplotlib ({error}); install ort-accel[report], or write .html") from error
+        raise OrtAccelError(f"a .png needs matplotlib ({error}); `pip install matplotlib`, or write .html") from error
     rows = len(steps) + (frontier is not None)
     picture = Figure((WIDTH_INCHES, HEIGHT_INCHES * rows), layout="constrained")
     plots = picture.subplots(rows, squeeze=False)[:, 0]

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 
 from ort_accel.errors import RuntimeMissingError
 from ort_accel.runtime.kernel_probes import PROBES
-from ort_accel.runtime.ort_distributions import EXTRAS, installed_distributions, none_installed, several_installed
+from ort_accel.runtime.ort_distributions import (
+    exchange_commands,
+    installed_distributions,
+    none_installed,
+    several_installed,
+)
 
 if TYPE_CHECKING:
     import onnx
@@ -85,10 +90,9 @@ def _inspect(distribution: str, version: str) -> Flavor:
         imported = importlib.import_module("ort_accel.runtime.import_ort")
         providers = tuple(imported.onnxruntime.get_available_providers())
     except Exception as error:
-        install = f'"ort-accel[{EXTRAS[distribution]}]"' if distribution in EXTRAS else distribution
         raise RuntimeMissingError(
             f"{distribution} {version} is installed but cannot be imported ({_one_line(error)}); install it anew with "
-            f"`pip uninstall -y {distribution}` and then `pip install {install}`"
+            f"{exchange_commands(distribution, distribution)}"
         ) from error
     return Flavor(
         distribution=distribution,

@@ -135,7 +135,7 @@ def test_a_checkout_without_the_library_is_told_to_make_it(lie_at, tools, checko
     [
         ({"url": "file:///home/me/ort_accel", "dir_info": {}}, '"ort-accel @ file:///home/me/ort_accel"'),
         ({"url": "https://host/x.git", "vcs_info": {"vcs": "git"}}, '"ort-accel @ git+https://host/x.git"'),
-        ({"url": "file:///tmp/ort_accel-0.1.0-py3-none-any.whl"}, "--no-binary ort-accel ort-accel"),
+        ({"url": "file:///tmp/ort_accel-0.2.0-py3-none-any.whl"}, "--no-binary ort-accel ort-accel"),
         (None, "--no-binary ort-accel ort-accel"),
     ],
 )

@@ -46,5 +46,5 @@ def test_without_a_prediction_there_is_nothing_to_draw(tmp_path):
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(OrtAccelError, match=r"install ort-accel\[report\]"):
+    with pytest.raises(OrtAccelError, match=r"`pip install matplotlib`"):
         save_report(predicted(), tmp_path / "memory.png")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +34,9 @@ def install(monkeypatch):
         monkeypatch.setattr(importlib.metadata, "version", version)
 
     return pretend
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_importing_the_module_does_not_import_onnxruntime():
@@ -94,16 +99,23 @@ def test_a_provider_that_is_not_built_in_does_not_run():
 
 def test_no_runtime_names_the_extra_to_install(install):
     install()
-    with pytest.raises(RuntimeMissingError, match=r'pip install "ort-accel\[(training|cpu)\]"'):
+    with pytest.raises(RuntimeMissingError, match=r'pip install "onnxruntime(-training-cpu==|>=)'):
         installed_ort.installed_runtime()
 
 
 @pytest.mark.parametrize(("python", "extra"), [((3, 11), "training"), ((3, 12), "training"), ((3, 13), "cpu")])
 def test_only_extras_that_exist_for_a_version_of_python_are_named(python, extra):
     said = str(ort_distributions.none_installed(python))
-    assert f'for Python 3.{python[1]} install one with `pip install "ort-accel[{extra}]"`' in said
-    assert ("training" in said) == (python < (3, 13))
-    assert ("training-gpu" in said) == (python < (3, 12))
+    assert f"for Python 3.{python[1]} install one with `{ort_distributions.install_command(extra)}`" in said
+    assert ("onnxruntime-training-cpu" in said) == (python < (3, 13))
+    assert ("onnxruntime-training==" in said) == (python < (3, 12))
+
+
+def test_commands_name_the_packages_of_the_extras():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {extra: extras[extra] for extra in ort_distributions.EXTRAS.values()} == {
+        extra: [requirement] for extra, requirement in ort_distributions.REQUIREMENTS.items()
+    }
 
 
 WITHOUT = """
@@ -140,7 +152,7 @@ def test_two_runtimes_name_both_and_the_commands_that_leave_one(install):
         installed_ort.installed_runtime()
     message = str(caught.value)
     assert "onnxruntime-gpu 1.30.0, onnxruntime 1.31.1" in message
-    assert '`pip uninstall -y onnxruntime-gpu onnxruntime` and then `pip install "ort-accel[gpu]"`' in message
+    assert '`pip uninstall -y onnxruntime-gpu onnxruntime` and then `pip install "onnxruntime-gpu>=1.24,<2"`' in message
     assert "\n" not in message
 
 
@@ -158,7 +170,7 @@ def test_a_runtime_that_does_not_import_says_why_and_how_to_mend_it(install, mon
     install(onnxruntime_gpu="0.0.1")
     monkeypatch.setattr(installed_ort.importlib, "import_module", import_module)
     with pytest.raises(
-        RuntimeMissingError, match=r"onnxruntime-gpu 0\.0\.1 is installed but .*ort-accel\[gpu\]"
+        RuntimeMissingError, match=r"onnxruntime-gpu 0\.0\.1 is installed but .*onnxruntime-gpu>="
     ) as caught:
         installed_ort.installed_runtime()
     assert caught.value.__cause__ is failure
