@@ -45,6 +45,7 @@ def render(report: Report, everything: bool = True) -> RenderableType:
     title = Text(f"***** ort_accel {version}: {work_summary(report)} *****".replace("  ", " "), style="bold")
     parts: list[RenderableType | None] = [
         title,
+        _comparison(report),
         render_kernels(report),
         _features(report.features.values(), everything),
         _shares(report.segments),
@@ -58,6 +59,12 @@ def render(report: Report, everything: bool = True) -> RenderableType:
         render_hints(report),
     ]
     return Group(*(line for part in parts if part is not None for line in (part, Text())))
+
+
+def _comparison(report: Report) -> Text | None:
+    """Returns the comparison with eager PyTorch; None where the title has it."""
+    found = report.comparison
+    return Text(str(found)) if found is not None and found.is_on_engine else None
 
 
 def render_kernels(report: Report) -> Table | None:

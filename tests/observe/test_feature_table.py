@@ -7,7 +7,7 @@ from rich.console import Console
 
 from ort_accel.observe.feature_table import fallback_table, feature_table, render
 from ort_accel.observe.headline import headline, percent, work_summary
-from ort_accel.reporting import Race, Reason, Report, Runner, Segment
+from ort_accel.reporting import EAGER, ENGINE, Race, Reason, Report, Runner, Segment, StepComparison
 
 
 def report(**fallbacks):
@@ -58,6 +58,15 @@ def test_there_is_a_line_for_each_sides_kernels():
     assert row(table, "PyTorch's kernels, called") == "PyTorch's kernels, called by ONNX Runtime 2 20 % 2.00 20 %"
     assert row(table, "PyTorch, outside") == "PyTorch, outside of ONNX Runtime 1 10 % 1.00 10 %"
     assert "native kernels" not in feature_table(Report())
+
+
+def test_a_comparison_with_eager_pytorch_stands_at_the_top():
+    made = report()
+    made.comparison = StepComparison(ENGINE, 0.5, 4, 40, 0.4)
+    top, _ = feature_table(made).split("what ran where")
+    assert "0.50 times as long on the engine as in eager PyTorch" in " ".join(top.split())
+    made.comparison = StepComparison(EAGER, 1.5, 4, 40, 0.4)
+    assert feature_table(made).count("1.50 times as long") == 1
 
 
 def test_what_to_try_next_stands_at_the_end_with_the_key_to_set():
