@@ -13,9 +13,9 @@ from torch import fx
 from ort_accel.graph.memory_layout import Order, permuted_order, reverse
 from ort_accel.graph.nodes import call, constant_of, fakes_in, is_getitem, is_random, is_size, is_view
 from ort_accel.graph.symbolic_sizes import Size, expression, known_equal
+from ort_accel.kernels.kernel_call import Calls
 from ort_accel.lowering.aten_call import CallWriter
 from ort_accel.lowering.call_program import Strided, dense, in_memory_order, whole
-from ort_accel.lowering.kernel_call import Calls
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, SizeInput, describe
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.partition.assign import operands

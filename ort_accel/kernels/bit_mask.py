@@ -9,6 +9,8 @@ import numpy
 import torch
 from torch import Tensor, fx
 
+from ort_accel.graph.memory_layout import is_plain
+from ort_accel.kernels.kernel_call import KernelCall, Output, chosen_for, element_of, fake_of
 from ort_accel.kernels.library import define, fake
 from ort_accel.native.library import native_library
 from ort_accel.native.run_kernel import ELEMENTS, run_kernel
@@ -74,3 +76,11 @@ def _(bits: Tensor, size: Sequence[int]) -> Tensor:
 @fake("apply_bits")
 def _(source: Tensor, bits: Tensor, scale: float) -> Tensor:
     return source.new_empty(source.shape)
+
+
+@chosen_for(own.apply_bits.default)
+def _apply_bits_call(_: fx.Node, source: fx.Node, mask: fx.Node, scale: float) -> KernelCall | None:
+    element = element_of(source)
+    if element is None or not is_plain(fake_of(source)):
+        return None
+    return KernelCall("apply_dropout", (source, mask, fake_of(source).numel(), float(scale), element, Output(0)))

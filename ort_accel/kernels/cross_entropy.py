@@ -6,8 +6,10 @@ PyTorch computes the gradient of the log-probabilities first, a tensor with one 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from ort_accel.graph.symbolic_sizes import Size
+from ort_accel.kernels.kernel_call import KernelCall, Output, chosen_for, fake_of
 from ort_accel.kernels.library import ANY_DEVICE, define, fake
 from ort_accel.native.library import native_library
 from ort_accel.native.run_kernel import ELEMENTS, run_kernel
@@ -69,3 +71,23 @@ define(
 @fake("cross_entropy_backward")
 def _(grad: Tensor, log_probs: Tensor, *_: object) -> Tensor:
     return log_probs.new_empty(log_probs.shape)
+
+
+@chosen_for(own.cross_entropy_backward.default)
+def _cross_entropy_backward_call(
+    _: fx.Node,
+    grad: fx.Node,
+    log_probs: fx.Node,
+    target: fx.Node,
+    weight: fx.Node | None,
+    reduction: int,
+    ignored: Size,
+    total_weight: fx.Node,
+) -> KernelCall | None:
+    operands = (grad, log_probs, target, weight, total_weight)
+    if not takes(*(None if one is None else fake_of(one) for one in operands)):
+        return None
+    total = total_weight if reduction == MEAN else None
+    sizes = ignored, *fake_of(log_probs).shape, ELEMENTS[fake_of(log_probs).dtype]
+    grad_stride = int(reduction == NONE)
+    return KernelCall("nll_gradient", (grad, grad_stride, log_probs, target, weight, total, *sizes, Output(0)))

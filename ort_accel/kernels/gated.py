@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.library import register_autograd
 from torch.nn import functional
 
+from ort_accel.kernels.kernel_call import KernelCall, Output, chosen_for, fake_of, is_float
 from ort_accel.kernels.library import ANY_DEVICE, define, fake
 from ort_accel.native.library import native_library
 from ort_accel.native.run_kernel import ELEMENTS, run_kernel
@@ -110,3 +111,21 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Returns `activation(gate) * up` for an activation of `FUNCTIONS`."""
     result: Tensor = own.gated(gate, up, activation)
     return result
+
+
+@chosen_for(own.gated.default)
+def _gated_call(_: fx.Node, gate: fx.Node, up: fx.Node, activation: str) -> KernelCall | None:
+    if not is_float(gate) or not is_float(up):
+        return None
+    count = fake_of(gate).numel()
+    sizes = (1, count, count, count, ELEMENTS[torch.float32])
+    return KernelCall("gated_activation", (FUNCTIONS[activation], gate, up, *sizes, Output(0)))
+
+
+@chosen_for(own.gated_backward.default)
+def _gated_backward_call(_: fx.Node, grad: fx.Node, gate: fx.Node, up: fx.Node, activation: str) -> KernelCall | None:
+    if not all(map(is_float, (grad, gate, up))):
+        return None
+    count = fake_of(gate).numel()
+    operands, sizes = (grad, gate, up), (1, count, count, count, ELEMENTS[torch.float32])
+    return KernelCall("gated_activation_backward", (FUNCTIONS[activation], *operands, *sizes, Output(0), Output(1)))

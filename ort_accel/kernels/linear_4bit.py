@@ -7,12 +7,14 @@ native kernel dequantizes panels of the weight while it multiplies. Elsewhere bi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.library import register_autograd
 
+from ort_accel.kernels.kernel_call import KernelCall, Output, chosen_for, element_of, fake_of
 from ort_accel.kernels.library import ANY_DEVICE, define, fake
 from ort_accel.native.library import native_library
 from ort_accel.native.run_kernel import ELEMENTS, run_kernel
@@ -149,3 +151,48 @@ linear_4bit = own.linear_4bit.default
 
 linear_4bit_backward = own.linear_4bit_backward.default
 """The gradient of the layer's input."""
+
+
+@chosen_for(own.linear_4bit.default)
+def _linear_4bit_call(
+    node: fx.Node,
+    x: fx.Node,
+    packed: fx.Node,
+    shape: Sequence[int],
+    absmax: fx.Node,
+    blocksize: int,
+    quant_type: str,
+    bias: fx.Node | None,
+    absmax_8bit: fx.Node | None,
+    absmax_code: fx.Node | None,
+    absmax_offset: fx.Node | None,
+    *_: torch.dtype,
+) -> KernelCall | None:
+    element = element_of(x, bias or x)
+    if element is None or not has_kernel(fake_of(x), shape, blocksize):
+        return None
+    weight = packed, absmax, absmax_8bit, absmax_code, absmax_offset, blocksize, int(quant_type == "fp4")
+    rows = prod(fake_of(node).shape[:-1])
+    return KernelCall("linear_4bit", (x, *weight, rows, *shape, element, parts_of_float(), bias, Output(0)))
+
+
+@chosen_for(own.linear_4bit_backward.default)
+def _linear_4bit_backward_call(
+    node: fx.Node,
+    grad: fx.Node,
+    packed: fx.Node,
+    shape: Sequence[int],
+    absmax: fx.Node,
+    blocksize: int,
+    quant_type: str,
+    absmax_8bit: fx.Node | None,
+    absmax_code: fx.Node | None,
+    absmax_offset: fx.Node | None,
+    weight_dtype: torch.dtype,
+) -> KernelCall | None:
+    if not has_kernel(fake_of(grad), shape, blocksize):
+        return None
+    weight = packed, absmax, absmax_8bit, absmax_code, absmax_offset, blocksize, int(quant_type == "fp4")
+    elements = ELEMENTS[fake_of(grad).dtype], ELEMENTS[weight_dtype]
+    rows = prod(fake_of(node).shape[:-1])
+    return KernelCall("linear_4bit_backward", (grad, *weight, rows, *shape, *elements, parts_of_float(), Output(0)))

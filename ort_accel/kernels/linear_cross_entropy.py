@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.library import register_autograd
 from torch.nn import functional
 
 from ort_accel.graph.symbolic_sizes import Size
+from ort_accel.kernels.kernel_call import KernelCall, Output, chosen_for, fake_of
 from ort_accel.kernels.library import ANY_DEVICE, define, fake
 from ort_accel.native.library import native_library
 from ort_accel.native.run_kernel import ELEMENTS, run_kernel
@@ -220,3 +221,26 @@ def linear_cross_entropy(
     wanted = [torch.is_grad_enabled() and one is not None and one.requires_grad for one in (hidden, weight, bias)]
     loss: Tensor = own.linear_cross_entropy(hidden, weight, bias, target, reduction, ignore_index, options, wanted)[0]
     return loss
+
+
+@chosen_for(own.linear_cross_entropy.default)
+def _linear_cross_entropy_call(
+    _: fx.Node,
+    hidden: fx.Node,
+    weight: fx.Node,
+    bias: fx.Node | None,
+    target: fx.Node,
+    reduction: int,
+    ignored: Size,
+    options: Sequence[float],
+    wanted: Sequence[bool],
+) -> KernelCall | None:
+    of_bias = None if bias is None else fake_of(bias)
+    if not takes(fake_of(hidden), fake_of(weight), of_bias, fake_of(target)):
+        return None
+    dtype, columns = fake_of(hidden).dtype, fake_of(weight).shape[0]
+    sizes = *fake_of(hidden).shape, columns, ELEMENTS[dtype], ignored, int(reduction == MEAN)
+    most_rows = rows_at_once(columns, dtype)
+    outputs = [Output(0), *(Output(1 + at) if want else None for at, want in enumerate(wanted))]
+    operands = hidden, weight, bias, target
+    return KernelCall("linear_cross_entropy", (*operands, *sizes, *map(float, options), most_rows, *outputs))

@@ -14,10 +14,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.library import register_autograd
 
 from ort_accel.kernels.attention_packed import attention, attention_backward
+from ort_accel.kernels.kernel_call import KernelCall, chosen_for, gather
 from ort_accel.kernels.library import define, fake
 
 own = torch.ops.ort_accel
@@ -109,3 +110,8 @@ def _differentiate_attention(ctx: Any, grad: Tensor, _: object) -> tuple[Tensor 
 
 
 register_autograd("ort_accel::scaled_dot_product_of_rows", _differentiate_attention, setup_context=_save_attention)
+
+
+@chosen_for(own.rows_of.default)
+def _rows_of_call(_: fx.Node, source: fx.Node, rows: fx.Node, *__: object) -> KernelCall | None:
+    return gather(source, rows)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.library import register_autograd
 
+from ort_accel.kernels.kernel_call import KernelCall, Output, chosen_for, fake_of, is_float, rows_and_columns
 from ort_accel.kernels.library import ANY_DEVICE, define, fake
 from ort_accel.native.library import native_library
 from ort_accel.native.run_kernel import ELEMENTS, run_kernel
@@ -104,3 +105,23 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Returns the norm."""
     result: Tensor = own.rms_norm(x, weight, eps)[0]
     return result
+
+
+@chosen_for(own.rms_norm.default)
+def _rms_norm_call(_: fx.Node, x: fx.Node, weight: fx.Node | None, eps: float) -> KernelCall | None:
+    if not all(map(is_float, (x, weight or x))):
+        return None
+    element, (rows, columns) = ELEMENTS[torch.float32], rows_and_columns(x, fake_of(x).shape[-1:])
+    outputs = (Output(0), Output(1))
+    return KernelCall("rms_norm", (x, None, weight, rows, columns, float(eps), element, element, None, *outputs))
+
+
+@chosen_for(own.rms_norm_backward.default)
+def _rms_norm_backward_call(
+    _: fx.Node, grad: fx.Node, x: fx.Node, weight: fx.Node | None, rstd: fx.Node, wanted: bool
+) -> KernelCall | None:
+    if not all(map(is_float, (grad, x, weight or x))):
+        return None
+    element, (rows, columns) = ELEMENTS[torch.float32], rows_and_columns(x, fake_of(x).shape[-1:])
+    operands, outputs = (grad, x, weight, rstd, None), (Output(0), Output(1) if wanted else None)
+    return KernelCall("rms_norm_backward", (*operands, rows, columns, element, element, *outputs))

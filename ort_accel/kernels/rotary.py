@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.library import register_autograd
 
 from ort_accel.graph.memory_layout import permuted_order
 from ort_accel.graph.symbolic_sizes import Size, expression, same_shape
+from ort_accel.kernels.kernel_call import KernelCall, Output, Stride, chosen_for, fake_of
 from ort_accel.kernels.library import ANY_DEVICE, define, fake
 from ort_accel.native.library import native_library
 from ort_accel.native.run_kernel import run_kernel
@@ -125,3 +126,23 @@ def rotary(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Returns the embedding."""
     result: Tensor = own.rotary(x, cosines, sines)
     return result
+
+
+@chosen_for(own.rotary.default, in_any_order=True)
+def _rotary_call(node: fx.Node, x: fx.Node, cosines: fx.Node, sines: fx.Node) -> KernelCall | None:
+    return _rotation_call(node, x, cosines, sines, is_backward=0)
+
+
+@chosen_for(own.rotary_backward.default, in_any_order=True)
+def _rotary_backward_call(node: fx.Node, grad: fx.Node, cosines: fx.Node, sines: fx.Node) -> KernelCall | None:
+    return _rotation_call(node, grad, cosines, sines, is_backward=1)
+
+
+def _rotation_call(node: fx.Node, x: fx.Node, cosines: fx.Node, sines: fx.Node, is_backward: int) -> KernelCall | None:
+    dims = outer_dims(fake_of(node), fake_of(cosines), fake_of(sines))
+    if dims is None:
+        return None
+    sizes, strides = [size for _, size, _ in dims], [0 if dim is None else Stride(x, dim) for dim, *_ in dims]
+    in_tables = [stride for *_, stride in dims]
+    operands = (x, cosines, sines, *sizes, fake_of(x).shape[-1])
+    return KernelCall("rotary", (*operands, *strides, *in_tables, is_backward, Output(0)))

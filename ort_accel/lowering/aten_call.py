@@ -20,6 +20,7 @@ from ort_accel.graph.nodes import CHECKS, fakes_in, is_data_dependent, is_getite
 from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.kernels import number_ops
 from ort_accel.kernels.host_copies import is_host_copy
+from ort_accel.kernels.kernel_call import KernelArgument, KernelCall, Output, Stride
 from ort_accel.kernels.output_buffers import out_overload
 from ort_accel.lowering.call_program import (
     OUTPUT,
@@ -31,7 +32,6 @@ from ort_accel.lowering.call_program import (
     joined,
     whole,
 )
-from ort_accel.lowering.kernel_call import KernelArgument, KernelCall, Output, Stride
 from ort_accel.lowering.onnx_graph import DTYPES, OnnxGraph, describe
 
 DOMAIN, ATEN_CALL, KERNEL_CALL = "ort_accel", "AtenCall", "KernelCall"

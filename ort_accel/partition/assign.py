@@ -26,8 +26,8 @@ from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.kernels import linear_token_scores, token_log_probs
 from ort_accel.kernels.bit_mask import is_bit_mask_op
 from ort_accel.kernels.host_copies import is_host_copy
+from ort_accel.kernels.kernel_call import Calls, kernel_for
 from ort_accel.lowering.aten_call import needs_copy, why_not_callable
-from ort_accel.lowering.kernel_call import Calls, kernel_for
 from ort_accel.lowering.onnx_graph import DTYPES, HALF_DTYPES, NotLowerable, OnnxGraph, Operand, Slower, describe
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.operators.facts import facts

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import ort_accel
 from ort_accel.kernels.bit_mask import own
 from ort_accel.kernels.gated import FUNCTIONS
-from ort_accel.lowering.kernel_call import kernel_for
+from ort_accel.kernels.kernel_call import kernel_for
 from ort_accel.native.library import native_library
 from tests.executor.one_session import Compiled
 
