@@ -20,7 +20,9 @@ from transformers.utils import is_flash_attn_2_available
 
 import ort_accel
 from ort_accel import OrtAccelError
+from ort_accel.data import PackingCollator
 from ort_accel.hf import ORTAccelCallback, ORTTrainer
+from ort_accel.hf.metrics import StepMetrics
 from ort_accel.hf.packing import why_not_packed
 from ort_accel.reporting import State
 from tests.hf.tiny import arguments, llama, losses, reviews
@@ -206,6 +208,16 @@ def test_another_collator_or_loader_is_refused(tmp_path):
 def test_sizes_of_packed_rows_are_open_from_the_first_graph(tmp_path):
     trainer = trained(tmp_path)
     assert ort_accel.report(trainer.model).counters["compilations"] == 2  # forward and backward, for all lengths
+
+
+def test_padding_at_the_end_of_packed_rows_is_no_token():
+    metrics = StepMetrics()
+    metrics.begin_step()
+    metrics.count_tokens(PackingCollator(max_length=8)([{"input_ids": [5] * length} for length in (5, 2, 2, 3)]))
+    metrics.end_step(1)
+    found = metrics.take()
+    assert found["ort/density"] == 12 / 16
+    assert found["ort/tokens_per_s"] * found["ort/step_time"] == pytest.approx(12)
 
 
 def test_flash_attention_that_is_not_installed_is_transformers_error():
