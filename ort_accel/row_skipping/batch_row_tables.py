@@ -201,6 +201,7 @@ class _BatchAnalysis:
     ) -> None:
         self._builder, self._tensors, self._masks, self._symbols = builder, tensors, masks, symbols
         self._parts: dict[object, list[Part]] = {}
+        self._causal = torch.ones(0, 0, dtype=torch.bool)
         self.fits = True
         self.packed = 0
         """The sequences of the batch, once an attention was found to have several in a row."""
@@ -344,6 +345,12 @@ class _BatchAnalysis:
         batch, queries, keys = (self._size(expression(size)) for size in (shape[0], shape[2], attention.key_length))
         return batch, queries, keys
 
+    def _up_to_own(self, length: int) -> Tensor:
+        """Returns the pairs of a causal mask for so many tokens."""
+        if len(self._causal) < length:
+            self._causal = torch.ones(length, length, dtype=torch.bool).tril()
+        return self._causal[:length, :length]
+
     def _mask_kinds(self, attention: Attention, allowed: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         """Returns how each row of a part is masked."""
         mask = self._masks[attention.node]
@@ -354,7 +361,7 @@ class _BatchAnalysis:
         is_full = (allowed | ~pairs).flatten(1).all(1)
         kinds = torch.where(is_full, FULL, MASKED)
         if queries.shape == keys.shape and not is_full.all():
-            below = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool).tril()
+            below = self._up_to_own(keys.shape[1])
             is_causal = ((allowed & pairs) == (below & pairs)).flatten(1).all(1) & (queries == keys).all(1)
             kinds = torch.where(is_causal & ~is_full, CAUSAL, kinds)
         if attention.is_causal and attention.mask is None and bool((kinds == MASKED).any()):
