@@ -9,14 +9,15 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-import run_sft as sft
+import run_sft
 from compare import exit_code
 from rich.console import Console
+from run_sft import ScriptArguments
 from transformers import HfArgumentParser
 
 
 @dataclass
-class Arguments(sft.Arguments):
+class Arguments(run_sft.Arguments):
     """All arguments of TRL's trainer, with packing: a batch is one row of articles, each of which attends to itself."""
 
     output_dir: str | None = "out/packed_sft"
@@ -28,8 +29,8 @@ class Arguments(sft.Arguments):
 
 def main() -> int:
     """Read the arguments, then train."""
-    script, training = HfArgumentParser((sft.ScriptArguments, Arguments)).parse_args_into_dataclasses()
-    return exit_code(lambda: sft.run(script, training, Console()))
+    script, training = HfArgumentParser((ScriptArguments, Arguments)).parse_args_into_dataclasses()
+    return exit_code(lambda: run_sft.run(script, training, Console()))
 
 
 if __name__ == "__main__":
