@@ -165,6 +165,26 @@ def test_a_mask_of_blocks_that_a_script_makes_is_split():
     assert ort_accel.report(ours).counters[PACKED] == 2
 
 
+def test_prefixes_that_all_tokens_of_a_sequence_see_stay_within_it():
+    torch.manual_seed(0)
+    eager = llama(attn_implementation="sdpa")
+    ours = ort_accel.accelerate(copy.deepcopy(eager), {"density": {"padding": True}})
+    data = examples(9, 6)
+    masks = [torch.ones(n, n).tril().index_fill(1, torch.arange(3), 1) for n in (9, 6)]
+    losses = []
+    for one, mask in zip(data, masks, strict=True):
+        ids, allowed = torch.tensor([one["input_ids"]]), mask.bool()[None, None]
+        losses.append(eager(input_ids=ids, attention_mask=allowed, labels=ids, num_items_in_batch=13).loss)
+    sum(losses).backward()
+    whole = torch.block_diag(*masks).bool()[None, None]
+    loss = ours(**PackingCollator()(data), attention_mask=whole, num_items_in_batch=13).loss
+    loss.backward()
+    torch.testing.assert_close(loss, sum(losses), rtol=RTOL, atol=ATOL)
+    for (name, parameter), wanted in zip(ours.named_parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, wanted.grad, rtol=RTOL, atol=ATOL, msg=name)
+    assert ort_accel.report(ours).counters[PACKED] == 2
+
+
 def test_dropout_is_eager_mode_s():
     torch.manual_seed(0)
     eager = llama(attn_implementation="sdpa", attention_dropout=0.3)
