@@ -74,7 +74,7 @@ def llama(script: ScriptArguments, tokenizer: PreTrainedTokenizerBase) -> LlamaF
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=script.hidden_size,
-        intermediate_size=-(-script.hidden_size * 8 // 96) * 32,
+        intermediate_size=-(-script.hidden_size * 8 // 192) * 64,
         num_hidden_layers=script.num_hidden_layers,
         num_attention_heads=script.hidden_size // 32,
         pad_token_id=tokenizer.pad_token_id,
