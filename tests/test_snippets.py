@@ -14,6 +14,7 @@ from dataclasses import is_dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import accelerate
@@ -25,7 +26,9 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from typer.main import get_command
 
-import ort_accel
+import ort_accel.data
+import ort_accel.hf
+import ort_accel.optim
 from ort_accel.cli.main import app
 from ort_accel.run import _parser as runner_parser
 from tests.hf.tiny import arguments, bert, reviews
@@ -39,7 +42,7 @@ NOT_RUN = {
 }
 """What a snippet contains that only is checked: names can be imported, and calls fit their signatures."""
 
-GIVEN = (accelerate, transformers, ort_accel, *map(import_module, ("ort_accel.hf", "ort_accel.optim")))
+GIVEN = (accelerate, transformers, torch.utils.data, ort_accel, ort_accel.hf, ort_accel.optim, ort_accel.data)
 """The modules whose names a snippet may use without importing them; optional ones are in OPTIONAL."""
 OPTIONAL = ("peft", "trl", "deepspeed")
 
@@ -180,9 +183,11 @@ def check_python(words: list[str]) -> None:
     script = ROOT / words[0]
     sys.path.insert(0, str(script.parent))
     try:
-        classes = vars(import_module(script.stem)).values()
+        here = [*vars(import_module(script.stem)).values()]
     finally:
         sys.path.remove(str(script.parent))
+    beside = [module for module in here if isinstance(module, ModuleType) and module.__name__.startswith("run_")]
+    classes = [*here, *(found for module in beside for found in vars(module).values())]
     fields = {field for found in classes if is_dataclass(found) for field in found.__dataclass_fields__}
     assert {option.removeprefix("--") for option in options(words)} <= fields
 
