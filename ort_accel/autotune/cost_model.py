@@ -61,7 +61,10 @@ class Estimator:
         costs = self._costs(assignment, large, times)
         readers = readers_of(costs, assignment.free)
         in_pytorch = {node for node, runner in assignment.runner.items() if runner is Runner.PYTORCH}
-        division = cheapest(costs, readers, price) - in_pytorch
+        if self.in_one_session:  # each node stands for itself, and a tie is ONNX Runtime's
+            division = {node for node in large if _is_cheaper_called(node, costs[node], times.get(node))}
+        else:
+            division = cheapest(costs, readers, price) - in_pytorch
         before, after = (_total(costs, readers, nodes, price) for nodes in (in_pytorch, in_pytorch | division))
         if before - after < MIN_SHARE_SAVED * before:
             return {}
@@ -101,6 +104,11 @@ def _costs_of(node: fx.Node, times: KernelTimes) -> Costs:
     return Costs(times.ort * (1 + ORT_MATMUL_PENALTY if flops(node) else 1), times.ort)
 
 
+def _is_cheaper_called(node: fx.Node, cost: Costs, times: KernelTimes | None) -> bool:
+    """True for a node whose call of PyTorch's kernel is faster; untimed nodes of 16-bit types are expected to be."""
+    return cost.pytorch < cost.ort or (times is None and _is_half(node))
+
+
 def _is_pytorch_faster(times: KernelTimes) -> bool:
     return _differ(times) and times.pytorch < times.ort
 
@@ -138,6 +146,8 @@ def _total(
 def _refusal(node: fx.Node, times: KernelTimes | None) -> Refusal:
     if times is not None and not _differ(times) and flops(node):
         return Refusal(Reason.SLOWER, f"about {_ms(times.pytorch)} on either side, and in whole steps less in PyTorch")
+    if times is None and _is_half(node):
+        return Refusal(Reason.SLOWER_ELSEWHERE, "ONNX Runtime computes most operators of 16-bit types between casts")
     if times is None or not _is_pytorch_faster(times):
         return Refusal(Reason.NEIGHBOUR)
     return Refusal(Reason.SLOWER, f"about {_ms(times.pytorch)} in PyTorch, {_ms(times.ort)} in ONNX Runtime")

@@ -118,9 +118,8 @@ def _record_compute(settings: Settings, report: Report) -> None:
         report.applied("precision.cast_propagation.level", effect)
     else:
         report.off("precision.cast_propagation.level", "switched off")
-    measured = ", for many tokens the faster one, as timed" if settings.times_operators else ""
     ways = {
-        "auto": f"as PyTorch chooses: a fused kernel, or matrix products{measured}",
+        "auto": "as PyTorch chooses: a fused kernel, or matrix products",
         "products": "matrix products and a softmax, which ONNX Runtime runs",
     }
     wish = config.compute.attention
@@ -133,15 +132,16 @@ def _record_compute(settings: Settings, report: Report) -> None:
 
 def _record_placement(settings: Settings, report: Report) -> None:
     wish = settings.config.compute.placement
+    runs = "sessions call PyTorch's kernels for" if settings.calls_pytorch else "PyTorch runs"
     if wish != "onnxruntime" and settings.config.compute.tuning.enabled:
-        report.applied("compute.placement", "PyTorch runs what compute.tuning finds that it runs faster here")
+        report.applied("compute.placement", f"{runs} what compute.tuning finds to be faster there")
     elif wish == "onnxruntime" or settings.place.is_cuda:
         report.off("compute.placement", "ONNX Runtime runs all that it can")
     elif not settings.times_operators:
-        report.applied("compute.placement", "PyTorch runs what figures of other machines say it runs faster")
+        report.applied("compute.placement", f"{runs} what was faster there on other machines")
     else:
-        timed = "PyTorch runs what timed calls say it runs faster here, where a graph is large enough to time them"
-        report.applied("compute.placement", timed)
+        timed = "what timed calls say is faster there, where a graph is large enough to time them"
+        report.applied("compute.placement", f"{runs} {timed}")
 
 
 def _record_memory(settings: Settings, report: Report) -> None:

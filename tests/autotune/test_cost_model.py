@@ -15,6 +15,7 @@ from ort_accel.autotune.cost_model import Estimator
 from ort_accel.autotune.throughput import CALLS, KernelTimes, Machine, is_timed
 from ort_accel.compiler.compile_graph import Lowering, lower_graph, predict_segments
 from ort_accel.lowering.onnx_graph import OnnxGraph
+from ort_accel.native.library import native_library
 from ort_accel.operators.powers import SHORT_EXPONENTS
 from ort_accel.reporting import Reason, Report, Runner
 from ort_accel.runtime.session import SessionSettings
@@ -42,10 +43,12 @@ class Known(Machine):
 class Lowered:
     """A function lowered for a machine."""
 
-    def __init__(self, function, *inputs, price=1e-6, **figures) -> None:
+    def __init__(self, function, *inputs, price=1e-6, in_one_session=False, **figures) -> None:
         self.report = Report()
-        estimator = Estimator(Known(SETTINGS, OPSET, figures, price))
-        self.lowering = Lowering(Sessions(SETTINGS), OPSET, self.report, estimator=estimator)
+        estimator = Estimator(Known(SETTINGS, OPSET, figures, price), in_one_session=in_one_session)
+        self.lowering = Lowering(
+            Sessions(SETTINGS), OPSET, self.report, estimator=estimator, calls_pytorch=in_one_session
+        )
         self.traced = make_fx(lambda *x: [function(*x)], tracing_mode="fake")(*inputs)
         self.program = lower_graph(self.traced, self.lowering, "forward 0")
         torch.testing.assert_close(self.program(list(inputs))[0], function(*inputs))
@@ -95,6 +98,19 @@ def test_nodes_between_moved_ones_move_and_are_not_called_slower():
     assert lowered.in_pytorch() == {"mm"}
     assert lowered.in_pytorch(Reason.NEIGHBOUR) == {"gelu"}
     assert {item.runner for item in lowered.report.segments} == {Runner.PYTORCH}
+
+
+@pytest.mark.skipif(native_library() is None, reason="the native library was not built")
+def test_in_one_session_only_what_is_faster_is_called():
+    """Small and equally fast nodes beside it have ONNX Runtime's kernels, since nothing is handed over."""
+
+    def small_and_large(x, y):
+        return x.tanh().mm(y)[:2].exp().mm(y)
+
+    lowered = Lowered(small_and_large, *LARGE, in_one_session=True, tanh=(4.0, 1.0), mm=(0.001, 0.002))
+    assert [item.op for item in lowered.report.fallbacks if item.is_called] == ["aten.tanh.default"]
+    [segment] = lowered.report.segments
+    assert (segment.runner, segment.called_nodes) == (Runner.ORT, 1)
 
 
 def test_small_tensors_and_operators_that_are_not_timed_are_left_alone():
@@ -213,4 +229,4 @@ def test_nodes_between_16_bit_products_go_to_pytorch_with_them():
 
     lowered = Lowered(between, *halves, price=0.1e-3)
     assert {item.runner for item in lowered.report.segments} == {Runner.PYTORCH}
-    assert lowered.in_pytorch(Reason.NEIGHBOUR) >= {"_to_copy"}
+    assert lowered.in_pytorch(Reason.SLOWER_ELSEWHERE) == {"_to_copy"}

@@ -106,8 +106,7 @@ class Compute(Section):
     attention: Literal["auto", "fused", "flash", "efficient", "products"] = "auto"
     """The kernel of `scaled_dot_product_attention`. `fused` keeps it one node that PyTorch's own kernel runs, `flash`
     and `efficient` insist on that variant, `products` writes it as matrix products and a softmax, which keeps it inside
-    ONNX Runtime. `auto` leaves that to PyTorch. On the CPU without `native`, it computes attention over many tokens as
-    tiles of products in ONNX Runtime, if that is measured to be faster."""
+    ONNX Runtime. `auto` leaves that to PyTorch."""
 
     conv_algorithm: Annotated[
         Literal["default", "heuristic", "exhaustive"], cuda_only("exhaustive", "write heuristic")
