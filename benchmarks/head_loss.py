@@ -103,6 +103,7 @@ def head_loss(
     size = Size(vocab, rows, hidden, labelled, bf16, frozen)
     found: dict[str, Any] = {"machine": machine.facts(torch.get_num_threads()), "size": asdict(size)}
     found["peak_mib"] = {name: _alone(name, size) for name in (EAGER, ORT_ACCEL)}
+    typer.echo(f"peak MiB: {found['peak_mib']}")
     running = {name: Running(name, size) for name in (EAGER, ORT_ACCEL)}
     seconds = in_turns({name: one.step for name, one in running.items()}, rounds, warmup)
     found["seconds"] = {name: summary(times).to_dict() for name, times in seconds.items()}
@@ -130,8 +131,7 @@ def _alone(name: str, size: Size) -> float:
 def peak_of(name: str, size: Size) -> float:
     """Returns by how many MiB a step adds at most to what a process holds before it, gradients not among them."""
     running = Running(name, size)
-    for _ in range(2):
-        running.step()
+    running.step()
     running.found = []
     running.model.zero_grad()
     trim_heap()
@@ -144,7 +144,7 @@ def peak_of(name: str, size: Size) -> float:
 def _show(found: dict[str, Any]) -> None:
     ratio, peaks = found["ratio"], found["peak_mib"]
     medians = {name: times["median"] for name, times in found["seconds"].items()}
-    typer.echo(", ".join(f"{name} {medians[name]:.2f} s and {peaks[name]:.0f} MiB" for name in medians))
+    typer.echo(", ".join(f"{name} {median:.2f} s" for name, median in medians.items()))
     typer.echo(f"{EAGER} / {ORT_ACCEL} {ratio['ratio']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f})")
     typer.echo(f"memory: {peaks[ORT_ACCEL] / peaks[EAGER]:.1%} of eager's")
     typer.echo(f"loss and gradients within {', '.join(f'{item:.1e}' for item in found['differences'])}")
