@@ -18,8 +18,7 @@ from ort_accel.runtime.kernel_probes import FUSED, RECENT, TRAINING
 
 _OPTIONAL = ("deepspeed",)
 _EXTRAS = ("deepspeed", *ort_distributions.EXTRAS.values())
-_TRAINING_PYTHONS = ((3, 11), (3, 12))
-"""The first Python, and the first newer one without wheels, of onnxruntime-training 1.19.2 with ort_accel."""
+_OLDEST_PYTHON = (3, 11)
 
 
 @dataclass(frozen=True)
@@ -149,13 +148,11 @@ def _devices(blockers: list[str]) -> Devices | None:
 
 
 def _python_warnings(found: installed_ort.Flavor) -> list[str]:
-    first, beyond = _TRAINING_PYTHONS
     version = tuple(map(int, platform.python_version_tuple()[:2]))
-    if version < first:
-        return [
-            f"Python {platform.python_version()} is older than {first[0]}.{first[1]}, which ort_accel is written for"
-        ]
-    if version >= beyond and found.distribution.startswith("onnxruntime-training"):
+    newest = ort_distributions.newest_python(found.distribution)
+    if version < _OLDEST_PYTHON:
+        return [f"Python {platform.python_version()} is older than 3.11, which ort_accel is written for"]
+    if newest is not None and version > newest:
         return [f"{found.distribution} {found.version} was not released for Python {platform.python_version()}"]
     return []
 

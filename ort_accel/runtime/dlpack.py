@@ -14,12 +14,17 @@ from ort_accel.runtime.import_ort import native as ort
 OrtValue: TypeAlias = ort.OrtValue
 OrtValues: TypeAlias = ort.OrtValueVector
 
+SHARES_BOOLEANS = not hasattr(OrtValues, "bool_tensor_indices")
+"""True from onnxruntime 1.32 on. Before, booleans are shared as bytes with a flag."""
+
 
 def to_ort(tensor: torch.Tensor) -> OrtValue:
     """Returns the tensor's memory as an OrtValue that keeps it alive. A tensor that is not contiguous is copied."""
     plain = (
         contiguous_in_heap(tensor.detach()) if tensor.numel() else tensor.new_empty(tensor.shape)
     )  # with plain strides
+    if SHARES_BOOLEANS:
+        return ort.OrtValue.from_dlpack(to_dlpack(plain))
     is_bool = plain.dtype == torch.bool
     return ort.OrtValue.from_dlpack(to_dlpack(plain.view(torch.uint8) if is_bool else plain), is_bool)
 
@@ -32,7 +37,7 @@ def sizes_to_ort(sizes: Sequence[int], *, scalar: bool) -> OrtValue:
 def to_torch(values: OrtValues, count: int) -> list[torch.Tensor]:
     """Returns the results of a run as tensors that own ONNX Runtime's memory."""
     tensors = [from_dlpack(values.dlpack_at(index)) for index in range(count)]
-    for index in values.bool_tensor_indices():
+    for index in [] if SHARES_BOOLEANS else values.bool_tensor_indices():
         tensors[index] = tensors[index].view(torch.bool)
     return tensors
 

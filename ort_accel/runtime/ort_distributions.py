@@ -61,6 +61,11 @@ def installed_distributions() -> dict[str, str]:
     return found
 
 
+def newest_python(distribution: str) -> tuple[int, int] | None:
+    """Return the newest Python that a distribution was released for; None if it is not known."""
+    return _NEWEST_PYTHON.get(EXTRAS.get(distribution, ""))
+
+
 def install_command(extra: str) -> str:
     """Return the command that installs the ONNX Runtime of an extra."""
     return f'pip install "{REQUIREMENTS[extra]}"'

@@ -99,11 +99,21 @@ def test_a_version_outside_of_the_supported_range_is_a_warning(pretend):
     assert "Warning: deepspeed 0.10.0 is not in the supported range" in result.stdout
 
 
-def test_a_training_build_on_a_newer_python_is_a_warning(monkeypatch):
-    found = installed_ort.Flavor("onnxruntime-training-cpu", "1.19.2", True, ("CPUExecutionProvider",), 21, 10)
-    monkeypatch.setattr(platform, "python_version", lambda: "3.12.1")
-    monkeypatch.setattr(platform, "python_version_tuple", lambda: ("3", "12", "1"))
-    assert "was not released for Python 3.12.1" in environment._python_warnings(found)[0]
+@pytest.mark.parametrize(
+    ("distribution", "python", "warned"),
+    [
+        ("onnxruntime-training-cpu", "3.12.1", False),
+        ("onnxruntime-training-cpu", "3.13.0", True),
+        ("onnxruntime-training", "3.12.1", True),
+        ("onnxruntime", "3.13.0", False),
+    ],
+)
+def test_a_runtime_on_a_python_that_it_was_not_released_for_is_a_warning(monkeypatch, distribution, python, warned):
+    found = installed_ort.Flavor(distribution, "1.19.2", True, ("CPUExecutionProvider",), 21, 10)
+    monkeypatch.setattr(platform, "python_version", lambda: python)
+    monkeypatch.setattr(platform, "python_version_tuple", lambda: tuple(python.split(".")))
+    expected = [f"{distribution} 1.19.2 was not released for Python {python}"] if warned else []
+    assert environment._python_warnings(found) == expected
 
 
 @pytest.mark.parametrize(
