@@ -11,7 +11,7 @@ import io
 import operator
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import FunctionType
 from typing import Any
 
@@ -135,6 +135,13 @@ def _reduce_onnx_value(obj: ir.Value) -> Reduced:
     return _onnx_value, (obj.name,)
 
 
+def _reduce_proposal(obj: Proposal) -> Reduced:
+    """Leaves out the graph, which is not read once the smaller one was made."""
+    first, *others = fields(obj)
+    assert first.name == "traced"
+    return Proposal, (None, *(getattr(obj, item.name) for item in others))
+
+
 def _reduce_module(obj: fx.GraphModule) -> Reduced:
     indices: dict[Any, Any] = {node: _NodeIndex(index) for index, node in enumerate(obj.graph.nodes)}
     nodes = [
@@ -155,7 +162,7 @@ _REDUCERS: dict[type, Callable[[Any], Reduced]] = {
     ir.Value: _reduce_onnx_value,
     fx.Node: lambda obj: (StoredNode, (obj.name, {key: obj.meta[key] for key in META_KEYS if key in obj.meta})),
     fx.GraphModule: _reduce_module,
-    Proposal: lambda obj: (Proposal, (None, obj.front, obj.unread, obj.work, obj.work_of)),
+    Proposal: _reduce_proposal,
     RowPlan: lambda obj: (RowPlan, (obj.demands, obj.sets, {}, obj.runs)),
     RowAnalysis: lambda obj: (RowAnalysis, ({}, {}, {}, obj.attentions)),
 }
