@@ -151,6 +151,10 @@ def test_where_onnx_runtime_fails_and_nothing_may_fall_back_is_an_error(broken_s
         ours(torch.ones(3, 8))
 
 
+WITHOUT_CALLS = {"version": 1, "compute": {"native": False}}
+"""Let PyTorch run between sessions what sessions would call."""
+
+
 class Sorting(nn.Module):
     """Holds two operators that PyTorch runs."""
 
@@ -163,7 +167,7 @@ class Sorting(nn.Module):
 
 
 def test_what_pytorch_runs_is_said_once(caplog):
-    eager, ours = pair(Sorting())
+    eager, ours = pair(Sorting(), WITHOUT_CALLS)
     with caplog.at_level("WARNING", "ort_accel"):
         for _ in range(3):
             assert_step_as_eager(eager, ours, torch.randn(3, 8))
@@ -186,7 +190,7 @@ class ManyKinds(nn.Module):
 
 
 def test_a_warning_of_many_kinds_is_short_and_counts_the_rest(caplog):
-    model = ort_accel.accelerate(ManyKinds())
+    model = ort_accel.accelerate(ManyKinds(), WITHOUT_CALLS)
     model(torch.randn(4, 8)).backward()
     said = [record.getMessage() for record in caplog.records if record.name == "ort_accel"]
     assert any(" more kinds; details: print(ort_accel.report(model))" in line for line in said)
@@ -196,7 +200,7 @@ def test_a_warning_of_many_kinds_is_short_and_counts_the_rest(caplog):
 
 
 def test_all_of_it_is_listed_where_it_is_an_error():
-    ours = ort_accel.accelerate(Sorting(), {"version": 1, "engine": {"fallback": "error"}})
+    ours = ort_accel.accelerate(Sorting(), WITHOUT_CALLS | {"engine": {"fallback": "error"}})
     with pytest.raises(Exception, match=r"(?s)aten\.sort.*aten\.topk|aten\.topk.*aten\.sort"):
         ours(torch.randn(3, 8))
 
