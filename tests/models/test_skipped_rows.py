@@ -264,7 +264,7 @@ def in_rows(proposal: Proposal) -> float:
     """Returns the share of the work that is done for some rows, without attention on all pairs."""
     whole = [each for each in proposal.plan.demands.attentions.values() if not each.can_run_varlen]
     squares = sum(flops(node) for each in whole for node in inside(each))
-    return sum(proposal.work_of.values()) / (proposal.work - squares)
+    return (sum(proposal.work_of.values()) + sum(proposal.work_of_runs)) / (proposal.work - squares)
 
 
 def inside(attention: Attention) -> set[fx.Node]:
