@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing._internal import common_utils
 from torch.testing._internal.opinfo import core
@@ -21,11 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ort_accel
 from benchmarks.op_parity import operators
-from ort_accel.compiler.compile_graph import Lowering, lower_graph
 from ort_accel.kernels import output_buffers as room
-from ort_accel.reporting import Report
-from ort_accel.runtime.session import SessionSettings
-from ort_accel.runtime.sessions import Sessions
 from tests.against_eager import step
 
 aten = torch.ops.aten
@@ -183,40 +178,6 @@ def steps_of_a_head(in_pytorch: Sequence[str], memory: dict[str, Any], noted: li
         found, expected = (step(model, x, labels, seed=seed) for model in (ours, eager))
         torch.testing.assert_close(vars(found), vars(expected), rtol=1e-4, atol=1e-5, equal_nan=True)
         yield rows
-
-
-class ByOther:
-    """Something that computes every product in its own way."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def replacements(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, Callable[..., Tensor]]:
-        return {node: self._product for node in nodes if node.target is aten.mm.default}
-
-    def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        self.calls += 1
-        return left @ right
-
-
-def test_a_faster_way_for_an_operator_goes_before_a_buffer(plain: list[Any]) -> None:
-    def function(left: Tensor, right: Tensor) -> list[Tensor]:
-        return [torch.mm(left, right)]
-
-    operands = torch.randn(96, 16), torch.randn(16, 200)
-    traced = make_fx(function, tracing_mode="fake")(*operands)
-    other: Any = ByOther()
-    settings = Lowering(
-        Sessions(SessionSettings(threads=1)),
-        20,
-        Report(),
-        unwanted=frozenset({"aten.mm"}),
-        products=other,
-    )
-    [result] = lower_graph(traced, settings, "forward 0")(list(operands))
-    torch.testing.assert_close(result, function(*operands)[0])
-    assert other.calls == 1
-    assert not plain
 
 
 @pytest.mark.parametrize("gaps", [True, False])

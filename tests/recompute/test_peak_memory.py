@@ -24,7 +24,7 @@ def train(results, name, config, native):
     """Put the report's memory, the measured peak and the bytes of parameters after some steps."""
     options = {
         "engine": {"compare_with_eager": False},
-        "compute": {"native": native},
+        "compute": {"native": native, "placement": "fixed"},
         "observe": {"log_level": "error", "memory_stats": True},
     }
     model = accelerated(name, config, **options)
