@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 import ort_accel
 from ort_accel.observe.feature_table import render_hints, render_kernels
-from ort_accel.reporting import Report
+from ort_accel.reporting import EAGER, ENGINE, Report
 
 WARM_UP_STEPS = 2
 """The first step compiles, and the second may compile once more, for sizes that change."""
@@ -89,7 +89,7 @@ def give_back_memory() -> None:
 def measure(name: str, trainer: Trainer, console: Console) -> Outcome:
     """Train, evaluate, and return the figures."""
     live = LiveTraining(name, console)
-    report = ort_accel.report(trainer.model) if name == OURS else Report()
+    report = ort_accel.report(trainer.model) if name == ENGINE else Report()
     report.watchers.append(live)
     trainer.args.include_num_input_tokens_seen = "non_padding"
     for callback in (PrinterCallback, ProgressCallback):
@@ -115,9 +115,6 @@ def measure(name: str, trainer: Trainer, console: Console) -> Outcome:
     )
 
 
-OURS, EAGER = "ort_accel", "eager PyTorch"
-
-
 def train_and_show(
     build: Callable[[type[Trainer]], Trainer], ours: type[Trainer], eager: type[Trainer] | None, console: Console
 ) -> Trainer:
@@ -126,7 +123,7 @@ def train_and_show(
     logging.disable_progress_bar()
     outcomes = [measure(EAGER, build(eager), console)] if eager is not None else []
     trainer = build(ours)
-    outcomes.append(measure(OURS, trainer, console))
+    outcomes.append(measure(ENGINE, trainer, console))
     report = ort_accel.report(trainer.model)
     for outcome in outcomes:
         add_to_report(report, outcome)
@@ -149,7 +146,7 @@ def show_results(console: Console, outcomes: list[Outcome], report: Report) -> N
 
 def add_to_report(report: Report, outcome: Outcome) -> None:
     """Add the figures of a run, for the plots of the report's page."""
-    side = "ort" if outcome.name == OURS else "eager"
+    side = "ort" if outcome.name == ENGINE else "eager"
     report.measured(f"{side}/memory_growth", 1, outcome.peak_memory / 2**20)
     if side == "eager":
         for number, (tokens, seconds) in enumerate(outcome.steps, 1):

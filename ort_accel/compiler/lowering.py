@@ -108,10 +108,10 @@ def _session_fields(settings: Settings, report: Report) -> _SessionFields:
     compute, machine = settings.config.compute, Machine(settings.session, settings.opset)
     tuned = compute.tuning.enabled
     is_timed, sessions = settings.times_operators, _sessions(settings, report)
-    estimator = Estimator(machine, TimedMatmuls(machine), settings.calls_pytorch)
+    is_estimated = is_timed and not tuned
     return {
         "sessions": sessions,
-        "estimator": estimator if is_timed and not tuned else None,
+        "estimator": Estimator(machine, TimedMatmuls(machine), settings.calls_pytorch) if is_estimated else None,
         "tuner": _tuner(settings, sessions.without_trace(), report) if tuned else None,
     }
 

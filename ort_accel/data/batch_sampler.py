@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from torch.utils.data import Sampler
-
-from ort_accel.data.epoch_progress import EpochProgress
+from ort_accel.data.epoch_progress import ResumableSampler
 from ort_accel.data.sampler import LoadBalancingDistributedSampler
 from ort_accel.errors import OrtAccelError
 
 BatchFunction = Callable[[list[int]], Sequence[Sequence[int]]]
 
 
-class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
+class LoadBalancingDistributedBatchSampler(ResumableSampler[list[int]]):
     """Makes batches with a function of yours, such as one that limits tokens, and as many on every process.
 
     `batch_fn` gets the samples of a process in order and returns its batches. It must be deterministic, since every
@@ -24,35 +22,24 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
     def __init__(
         self, sampler: LoadBalancingDistributedSampler, batch_fn: BatchFunction, drop_last: bool = False
     ) -> None:
+        super().__init__()
         self.sampler, self.batch_fn, self.drop_last = sampler, batch_fn, drop_last
-        self._progress = EpochProgress()
         self._of_epoch: tuple[int, list[list[int]]] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch. A sampler that was resumed in this epoch continues from its state."""
-        self._progress.set_epoch(epoch)
+        """Go to an epoch, with the sampler."""
+        super().set_epoch(epoch)
         self.sampler.set_epoch(epoch)
 
-    def __len__(self) -> int:
-        """Returns the number of batches of each process in this epoch."""
-        return len(self._batches())
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._progress.remaining(self._batches())
-
-    def state_dict(self) -> dict[str, object]:
-        """Returns the position in the epoch, counted in batches, as plain data."""
-        return self._progress.state_dict(self._identity())
-
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue from a state: the next iteration gives the remaining batches of its epoch."""
-        self._progress.load_state_dict(state, self._identity())
+        """Continue from a state, with the sampler in its epoch."""
+        super().load_state_dict(state)
         self.sampler.set_epoch(self._progress.epoch)
 
-    def _identity(self) -> dict[str, object]:
+    def identity(self) -> dict[str, object]:
         return {**self.sampler.identity(), "drop_last_batches": self.drop_last}
 
-    def _batches(self) -> list[list[int]]:
+    def _items(self) -> list[list[int]]:
         epoch = self.sampler.epoch
         if self._of_epoch is None or self._of_epoch[0] != epoch:
             self._progress.set_epoch(epoch)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from torch.utils.data import Sampler
+
 from ort_accel.errors import OrtAccelError
 
 Item = TypeVar("Item")
@@ -48,3 +50,37 @@ class EpochProgress:
                 "build the sampler as it was, or start the epoch anew without its state"
             )
         self.epoch, self.done, self._resumed = state["epoch"], state["done"], True
+
+
+class ResumableSampler(Sampler[Item]):
+    """A sampler that can resume within an epoch. Its items are samples, or batches of them."""
+
+    def __init__(self) -> None:
+        self._progress = EpochProgress()
+
+    def _items(self) -> Sequence[Item]:
+        """Returns the items of this process in this epoch."""
+        raise NotImplementedError
+
+    def identity(self) -> dict[str, object]:
+        """Returns the settings that must be equal for a state to mean the same items."""
+        raise NotImplementedError
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch. A sampler that was resumed in this epoch continues from its state."""
+        self._progress.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Returns the number of items of each process in this epoch."""
+        return len(self._items())
+
+    def __iter__(self) -> Iterator[Item]:
+        return self._progress.remaining(self._items())
+
+    def state_dict(self) -> dict[str, object]:
+        """Returns the position in the epoch, counted in items, as plain data."""
+        return self._progress.state_dict(self.identity())
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue from a state: the next iteration gives the remaining items of its epoch."""
+        self._progress.load_state_dict(state, self.identity())

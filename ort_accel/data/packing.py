@@ -9,16 +9,16 @@ from __future__ import annotations
 import random
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
-from ort_accel.data.epoch_progress import EpochProgress
+from ort_accel.data.epoch_progress import ResumableSampler
 from ort_accel.data.sampler import SizedDataset
 from ort_accel.errors import OrtAccelError
 
@@ -82,7 +82,7 @@ class PackedDataset(Dataset[dict[str, list[int]]]):
         return joined([self.dataset[number] for number in self.rows[index]])
 
 
-class PackingBatchSampler(Sampler[list[int]]):
+class PackingBatchSampler(ResumableSampler[list[int]]):
     """Batches of the samples that fill `rows_per_batch` packed rows, with as many batches on every process.
 
     `PackingCollator` with the same `max_length` makes the rows of a batch. The order depends on `seed` and epoch only,
@@ -103,6 +103,7 @@ class PackingBatchSampler(Sampler[list[int]]):
 
         The last batches repeat rows where rows do not fill a batch of every process; `drop_last` leaves them out.
         """
+        super().__init__()
         is_distributed = dist.is_available() and dist.is_initialized()
         self.world_size = world_size or (dist.get_world_size() if is_distributed else 1)
         self.rank = rank if rank is not None else (dist.get_rank() if is_distributed else 0)
@@ -113,33 +114,13 @@ class PackingBatchSampler(Sampler[list[int]]):
             )
         self.lengths, self.max_length, self.rows_per_batch = list(lengths), max_length, rows_per_batch
         self.seed, self.drop_last = seed, drop_last
-        self._progress = EpochProgress()
         self._rows: tuple[int, list[list[int]]] | None = None
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch. A sampler that was resumed in this epoch continues from its state."""
-        self._progress.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        """Returns the number of batches of each process in this epoch."""
-        return len(self._batches())
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._progress.remaining(self._batches())
-
-    def state_dict(self) -> dict[str, object]:
-        """Returns the position in the epoch, counted in batches, as plain data."""
-        return self._progress.state_dict(self._identity())
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue from a state: the next iteration gives the remaining batches of its epoch."""
-        self._progress.load_state_dict(state, self._identity())
-
-    def _identity(self) -> dict[str, object]:
+    def identity(self) -> dict[str, object]:
         names = ("max_length", "rows_per_batch", "seed", "drop_last", "world_size")
         return {"samples": len(self.lengths), **{name: getattr(self, name) for name in names}}
 
-    def _batches(self) -> list[list[int]]:
+    def _items(self) -> list[list[int]]:
         rows, size = self._rows_of_epoch(), self.rows_per_batch
         step = size * self.world_size
         count = len(rows) // step if self.drop_last else -(-len(rows) // step)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Sampler
 
-from ort_accel.data.epoch_progress import EpochProgress
+from ort_accel.data.epoch_progress import ResumableSampler
 from ort_accel.errors import OrtAccelError
 
 
@@ -37,7 +36,7 @@ class SamplingRules:
     random_level: float = 0.0
 
 
-class LoadBalancingDistributedSampler(Sampler[int]):
+class LoadBalancingDistributedSampler(ResumableSampler[int]):
     """Assigns samples to processes so that all of them have about the same work in each step.
 
     Samples are sorted by their cost, and of each `world_size` neighbours every process gets one. Each process gets the
@@ -72,12 +71,12 @@ class LoadBalancingDistributedSampler(Sampler[int]):
             drop_last: Leave out samples that do not fill a round, instead of repeating some.
             random_level: The noise added to the costs, as a share of their range; 0 balances best.
         """
+        super().__init__()
         world_size, rank = _distributed_defaults(world_size, rank)
         _check(world_size, rank, group_size, random_level)
         self.rules = SamplingRules(world_size, shuffle, group_size, seed, drop_last, random_level)
         self.rank = rank
         self.costs = _costs(dataset, complexity_fn)
-        self._progress = EpochProgress()
         self._of_epoch: tuple[int, torch.Tensor] | None = None
 
     @property
@@ -85,16 +84,12 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         """The current epoch."""
         return self._progress.epoch
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch. A sampler that was resumed in this epoch continues from its state."""
-        self._progress.set_epoch(epoch)
-
     def __len__(self) -> int:
         """Returns the number of samples of this process in an epoch."""
         return samples_per_process(len(self.costs), self.rules)
 
-    def __iter__(self) -> Iterator[int]:
-        return self._progress.remaining(self.of_rank(self.rank))
+    def _items(self) -> list[int]:
+        return self.of_rank(self.rank)
 
     def rounds(self) -> torch.Tensor:
         """Returns the samples of this epoch: a row for each round, a column for each process."""
@@ -106,14 +101,6 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         """Returns the samples of a process in this epoch, in order."""
         indices: list[int] = self.rounds()[:, rank].tolist()
         return indices
-
-    def state_dict(self) -> dict[str, object]:
-        """Returns the position in the epoch, counted in samples, as plain data."""
-        return self._progress.state_dict(self.identity())
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue from a state: the next iteration gives the remaining samples of its epoch."""
-        self._progress.load_state_dict(state, self.identity())
 
     def identity(self) -> dict[str, object]:
         """Returns the settings that must be equal for a state to mean the same samples."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ort_accel.capture.autograd_replacements import Replacement, capture_as_operators
-from ort_accel.kernels.linear_token_scores import ScoreForm, linear_token_scores
+from ort_accel.kernels.linear_token_scores import ScoreForm, linear_token_scores, statistics_of
 from ort_accel.kernels.token_log_probs import token_scores
 
 TRL_MODULE = "trl.kernels.chunked_logprob"
@@ -53,16 +53,21 @@ def _log_probs(
 ) -> LogProbs:
     """Returns the log probability of each row's target, and the statistics that `outputs` names."""
     bias, weight = None if bias is None else bias.to(hidden.dtype), weight.to(hidden.dtype)
+    wanted = [name in outputs for name in STATISTICS]
     if hidden.shape[0] * weight.shape[0] > MOST_KEPT_LOGITS:
         form = ScoreForm(scale, softcap or 0.0, temperature)
-        scored = linear_token_scores(hidden, weight, bias, targets, form, [name in outputs for name in STATISTICS])
-        return (
-            scored.log_probs,
-            scored.entropy if "entropy" in outputs else None,
-            scored.log_sum_sq_probs if "log_sum_sq_probs" in outputs else None,
-            scored.mean_logits if "mean_logits" in outputs else None,
-            scored.is_top1 if "is_top1" in outputs else None,
-        )
+        found, entropy, _, *statistics, _ = linear_token_scores(hidden, weight, bias, targets, form, wanted)
+    else:
+        logits = _logits(hidden, weight, bias, temperature, softcap, scale)
+        found, entropy, total = token_scores(logits, targets)
+        statistics = list(statistics_of(logits.detach(), targets, total, wanted))
+    squares, mean, is_top1 = (one if want else None for one, want in zip(statistics, wanted, strict=True))
+    return found, entropy if "entropy" in outputs else None, squares, mean, is_top1
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, softcap: float | None, scale: float
+) -> Tensor:
     logits = F.linear(hidden, weight, bias).float()
     if scale != 1:
         logits = logits * scale
@@ -70,12 +75,4 @@ def _log_probs(
         logits = softcap * torch.tanh(logits / softcap)
     if temperature != 1:
         logits = logits / temperature
-    found, entropy, total = token_scores(logits, targets)
-    logits = logits.detach()
-    return (
-        found,
-        entropy if "entropy" in outputs else None,
-        (2 * logits).logsumexp(-1) - 2 * total if "log_sum_sq_probs" in outputs else None,
-        logits.mean(-1) if "mean_logits" in outputs else None,
-        logits.argmax(-1) == targets if "is_top1" in outputs else None,
-    )
+    return logits

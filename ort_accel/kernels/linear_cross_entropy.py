@@ -32,7 +32,7 @@ TYPES = (torch.float32, torch.bfloat16)
 
 
 class ScoreOptions(NamedTuple):
-    """How a loss follows from the products of hidden states and weight."""
+    """The steps from the products of hidden states and weight to a loss."""
 
     smoothing: float = 0.0
     """The share of the target that all columns get in equal parts."""
@@ -41,7 +41,7 @@ class ScoreOptions(NamedTuple):
     soft_cap: float = 0.0
     """The bound of scores, which are `soft_cap * tanh(score / soft_cap)`; 0 for none."""
     scale: float = 1.0
-    """What products are multiplied with before they are capped."""
+    """The factor of products before they are capped."""
 
 
 def rows_at_once(columns: int, dtype: torch.dtype) -> int:
@@ -76,15 +76,23 @@ def _linear_cross_entropy(
     ]
     if takes(hidden, weight, bias, target):
         loss = hidden.new_empty((), dtype=torch.float32)
-        sizes = *hidden.shape, weight.shape[0], ELEMENTS[hidden.dtype], ignore_index, int(reduction == MEAN)
-        most_rows = rows_at_once(weight.shape[0], hidden.dtype)
-        run_kernel("linear_cross_entropy", *operands, target, *sizes, *map(float, options), most_rows, loss, *grads)
+        numbers = _numbers(hidden, weight, reduction, ignore_index, options)
+        run_kernel("linear_cross_entropy", *operands, target, *numbers, loss, *grads)
         if bool(loss.isnan()):
             _check_targets(target, weight.shape[0], ignore_index)
     else:
         loss = _by_pytorch(hidden, weight, bias, target, reduction, ignore_index, ScoreOptions(*options), grads)
     to_hidden, to_weight, to_bias = (hidden.new_empty(0) if grad is None else grad for grad in grads)
     return loss, to_hidden, to_weight, to_bias
+
+
+def _numbers(
+    hidden: Tensor, weight: Tensor, reduction: int, ignore_index: Size, options: Sequence[float]
+) -> tuple[Any, ...]:
+    """Returns the arguments of the native kernel that are no tensors, as numbers or sizes of a graph."""
+    dtype, columns = hidden.dtype, weight.shape[0]
+    sizes = *hidden.shape, columns, ELEMENTS[dtype], ignore_index, int(reduction == MEAN)
+    return *sizes, *map(float, options), rows_at_once(columns, dtype)
 
 
 def takes(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> bool:
@@ -118,7 +126,7 @@ def _by_pytorch(
     _check_targets(target, weight.shape[0], ignore_index)
     divisor = valid.sum() if reduction == MEAN else 1
     total = hidden.new_zeros((), dtype=torch.float32)
-    for rows in _chunks(hidden.shape[0], rows_at_once(weight.shape[0], hidden.dtype)):
+    for rows in row_slices(hidden.shape[0], rows_at_once(weight.shape[0], hidden.dtype)):
         scores = functional.linear(hidden[rows], weight, bias).float()
         losses, slopes = _losses_and_slopes(scores, target[rows], valid[rows], options)
         total += losses.sum()
@@ -135,7 +143,8 @@ def _by_pytorch(
     return total / divisor
 
 
-def _chunks(rows: int, at_once: int) -> Iterator[slice]:
+def row_slices(rows: int, at_once: int) -> Iterator[slice]:
+    """Yields slices of all rows, with at most so many rows in each."""
     return (slice(start, min(start + at_once, rows)) for start in range(0, rows, at_once))
 
 
@@ -238,9 +247,6 @@ def _linear_cross_entropy_call(
     of_bias = None if bias is None else fake_of(bias)
     if not takes(fake_of(hidden), fake_of(weight), of_bias, fake_of(target)):
         return None
-    dtype, columns = fake_of(hidden).dtype, fake_of(weight).shape[0]
-    sizes = *fake_of(hidden).shape, columns, ELEMENTS[dtype], ignored, int(reduction == MEAN)
-    most_rows = rows_at_once(columns, dtype)
+    numbers = _numbers(fake_of(hidden), fake_of(weight), reduction, ignored, options)
     outputs = [Output(0), *(Output(1 + at) if want else None for at, want in enumerate(wanted))]
-    operands = hidden, weight, bias, target
-    return KernelCall("linear_cross_entropy", (*operands, *sizes, *map(float, options), most_rows, *outputs))
+    return KernelCall("linear_cross_entropy", (hidden, weight, bias, target, *numbers, *outputs))

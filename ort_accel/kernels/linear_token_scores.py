@@ -15,14 +15,14 @@ from torch.library import register_autograd
 from torch.nn import functional
 
 from ort_accel.kernels.library import ANY_DEVICE, define, fake
-from ort_accel.kernels.linear_cross_entropy import rows_at_once
+from ort_accel.kernels.linear_cross_entropy import row_slices, rows_at_once
 from ort_accel.kernels.token_log_probs import token_scores, token_scores_backward
 
 own = torch.ops.ort_accel
 
 
 class ScoreForm(NamedTuple):
-    """How scores follow from products: `soft_cap * tanh(scale * product / soft_cap) / temperature`."""
+    """The steps from products to scores: `soft_cap * tanh(scale * product / soft_cap) / temperature`."""
 
     scale: float = 1.0
     soft_cap: float = 0.0
@@ -51,8 +51,7 @@ def workspace(rows: int, width: int, columns: int, dtype: torch.dtype, has_weigh
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
-    rows, at_once = hidden.shape[0], rows_at_once(weight.shape[0], torch.float32)
-    return (slice(start, min(start + at_once, rows)) for start in range(0, rows, at_once))
+    return row_slices(hidden.shape[0], rows_at_once(weight.shape[0], torch.float32))
 
 
 def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, form: ScoreForm) -> Tensor:
@@ -104,16 +103,23 @@ def _of_rows(
 ) -> TokenScores:
     scores = _scores(hidden, weight, bias, form)
     found, entropy, total = token_scores(scores, targets)
-    nothing, (has_squares, has_mean, has_top1) = scores.new_empty(0), statistics
-    squares = (2 * scores).logsumexp(-1) - 2 * total if has_squares else nothing
-    mean = scores.mean(-1) if has_mean else nothing
-    is_top1 = scores.argmax(-1) == targets if has_top1 else nothing.bool()
+    squares, mean, is_top1 = statistics_of(scores, targets, total, statistics)
     slopes = hidden.new_empty(0)
     if has_slopes:
         ones, zeros = torch.ones_like(found), torch.zeros_like(found)
         of_scores = token_scores_backward(ones, zeros, scores, targets, total, entropy)
         slopes = _of_products(of_scores, scores, form).to(hidden.dtype) @ weight
     return TokenScores(found, entropy, total, squares, mean, is_top1, slopes)
+
+
+def statistics_of(
+    scores: Tensor, targets: Tensor, logsumexp: Tensor, wanted: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the three statistics of each row that have no gradient, and nothing for those that are not wanted."""
+    nothing, (has_squares, has_mean, has_top1) = scores.new_empty(0), wanted
+    squares = (2 * scores).logsumexp(-1) - 2 * logsumexp if has_squares else nothing
+    mean = scores.mean(-1) if has_mean else nothing
+    return squares, mean, scores.argmax(-1) == targets if has_top1 else nothing.bool()
 
 
 def _linear_token_scores_backward(

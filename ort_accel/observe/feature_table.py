@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from shutil import get_terminal_size
 
 from rich.console import Console, Group, RenderableType
@@ -137,10 +137,16 @@ def fallback_table(items: Sequence[Fallback]) -> str:
     return plain_text(Group(*found), get_terminal_size((WIDTH_CHARACTERS, 0)).columns) if found else NO_FALLBACKS
 
 
+def grouped(items: Iterable[Fallback]) -> tuple[list[Fallback], list[Fallback], list[Fallback]]:
+    """Returns the fallbacks that ONNX Runtime cannot run, those by choice, and those that sessions call."""
+    groups: tuple[list[Fallback], list[Fallback], list[Fallback]] = ([], [], [])
+    for item in items:
+        groups[0 if item.is_forced else 2 if item.is_called else 1].append(item)
+    return groups
+
+
 def _fallback_tables(items: Sequence[Fallback], longest: int | None) -> list[RenderableType | None]:
-    forced = [item for item in items if item.is_forced]
-    called = [item for item in items if item.is_called]
-    choices = [item for item in items if not item.is_forced and not item.is_called]
+    forced, choices, called = grouped(items)
     return [
         _fallbacks("PyTorch runs what ONNX Runtime cannot", forced, longest),
         _fallbacks("PyTorch runs by choice", choices, longest),

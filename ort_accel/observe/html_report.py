@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 
 from ort_accel.observe.answers import MAX_HINTS, answers, beside_eager, typical
 from ort_accel.observe.axes import short
 from ort_accel.observe.charts import Line, bar_chart, line_chart, stacked_chart
 from ort_accel.observe.density_table import HEADINGS, NUMBERS, balancing, cells, scheme_rows
-from ort_accel.observe.feature_table import KINDS, NO_FALLBACKS, WORDS
+from ort_accel.observe.feature_table import KINDS, NO_FALLBACKS, WORDS, grouped
 from ort_accel.observe.headline import percent
 from ort_accel.observe.hints import hints
 from ort_accel.observe.memory_plots import Data
@@ -78,8 +77,7 @@ def notebook_report(report: Report) -> str:
 
 def notebook_fallbacks(items: Sequence[Fallback]) -> str:
     """Returns a list of fallbacks for a notebook."""
-    rows = [asdict(item) | {"reason": item.reason.value} for item in items]
-    return fragment(_fallback_tables(rows) if rows else tag("p", NO_FALLBACKS))
+    return fragment(_fallback_tables(items) if items else tag("p", NO_FALLBACKS))
 
 
 def _contents(data: Data) -> list[tuple[str, Markup]]:
@@ -157,36 +155,23 @@ def _ops(ops: Mapping[str, int]) -> str:
 
 
 def _fallbacks(data: Data) -> Markup:
-    found = [item for item in data["fallbacks"] if item["reason"] != Reason.GRAPH_BREAK.value]
-    said = (
-        tag("p", "There is nothing that ONNX Runtime cannot run.")
-        if data["segments"] and not any(map(_is_forced, found))
-        else ""
-    )
+    items = [Fallback(**item | {"reason": Reason(item["reason"])}) for item in data["fallbacks"]]
+    found = [item for item in items if item.reason is not Reason.GRAPH_BREAK]
+    is_all = data["segments"] and not any(item.is_forced for item in found)
+    said = tag("p", "There is nothing that ONNX Runtime cannot run.") if is_all else ""
     return joined(said, _fallback_tables(found))
 
 
-def _is_forced(item: Data) -> bool:
-    """True if ONNX Runtime cannot run a node, and no session calls PyTorch for it."""
-    return not item["is_called"] and not Reason(item["reason"]).is_choice
-
-
-def _fallback_tables(items: Sequence[Data]) -> Markup:
+def _fallback_tables(items: Sequence[Fallback]) -> Markup:
     """Returns the tables of what ONNX Runtime cannot run, of choices, and of what sessions call."""
-    called = [item for item in items if item["is_called"]]
-    forced = [item for item in items if _is_forced(item)]
-    choices = [item for item in items if not item["is_called"] and not _is_forced(item)]
-    titled = (
-        ("What ONNX Runtime cannot run", forced),
-        ("By choice", choices),
-        ("Called from ONNX Runtime's sessions", called),
-    )
+    titles = "What ONNX Runtime cannot run", "By choice", "Called from ONNX Runtime's sessions"
+    titled = zip(titles, grouped(items), strict=True)
     return joined(joined(tag("h3", title), _fallback_table(part)) for title, part in titled if part)
 
 
-def _fallback_table(items: Sequence[Data]) -> Markup:
-    def rows(part: Sequence[Data]) -> list[tuple[str, ...]]:
-        return [(f"{item['count']:,}", item["op"], item["reason"], item["detail"], item["where"]) for item in part]
+def _fallback_table(items: Sequence[Fallback]) -> Markup:
+    def rows(part: Sequence[Fallback]) -> list[tuple[str, ...]]:
+        return [(f"{item.count:,}", item.op, item.reason.value, item.detail, item.where) for item in part]
 
     headings = ("nodes", "operator", "reason", "detail", "line of the model")
     shown = table(headings, rows(items[:_MAX_ROWS]), numbers=(0,))

@@ -48,7 +48,7 @@ def fuse_linear_cross_entropy(graph: fx.Graph, _: PassOptions) -> int:
 
 @dataclass
 class _Scores:
-    """What is done to a head's products, from the loss backward."""
+    """The steps from a head's products to its scores, found from the loss backward."""
 
     before_tanh: float = 1.0
     after_tanh: float = 1.0
