@@ -63,6 +63,19 @@ def pack_best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     return rows
 
 
+def _pack_in_order(lengths: Sequence[int], max_length: int) -> list[list[int]]:
+    """Returns rows of consecutive sequences, as few as possible, each with at most `max_length` tokens."""
+    rows: list[list[int]] = []
+    room = 0
+    for number, length in enumerate(lengths):
+        if length > room:
+            rows.append([])
+            room = max_length
+        rows[-1].append(number)
+        room -= length
+    return rows
+
+
 class PackedDataset(Dataset[dict[str, list[int]]]):
     """The rows of a dataset, packed best-fit; the same rows in every epoch. Every sampler and loader can be used on it.
 
@@ -145,8 +158,9 @@ class PackingCollator:
     """Makes a batch of packed rows from tokenized examples, or from rows of a `PackedDataset`, for causal LMs.
 
     Without `max_length` a batch is one row, with every example in the order given. With it, examples are packed
-    best-fit into rows of at most so many tokens, and shorter rows are padded at their end; a padded token is a sequence
-    of its own, without a label. Labels are `input_ids` where an example has none. The first label of each sequence is
+    best-fit into rows of at most so many tokens, or in the order given if that takes fewer rows, as it may with the
+    rows of a `PackingBatchSampler`. Shorter rows are padded at their end; a padded token is a sequence of its own,
+    without a label. Labels are `input_ids` where an example has none. The first label of each sequence is
     ignored, as the token before it belongs to another one.
     """
 
@@ -163,8 +177,9 @@ class PackingCollator:
         if self.max_length is None:
             rows = [joined(examples)]
         else:
-            packed = pack_best_fit([len(example["input_ids"]) for example in examples], self.max_length)
-            rows = [joined([examples[number] for number in row]) for row in packed]
+            lengths = [len(example["input_ids"]) for example in examples]
+            packings = pack_best_fit(lengths, self.max_length), _pack_in_order(lengths, self.max_length)
+            rows = [joined([examples[number] for number in row]) for row in min(packings, key=len)]
         longest = max(len(row["input_ids"]) for row in rows)
         length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
         fills = {"input_ids": self.pad_token_id, "labels": IGNORED, "position_ids": 0}

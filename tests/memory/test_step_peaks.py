@@ -12,6 +12,9 @@ from ort_accel.memory import process_memory, step_peaks
 from ort_accel.memory.step_peaks import StepMemoryWatch
 from ort_accel.reporting import Report
 
+BATCHED_BYTES = 1 << 20
+"""Linux counts pages of the resident set in batches, and /proc may be behind by one of each processor or thread."""
+
 PHASES = ["before forward", "after forward", "after backward", "after step"]
 
 
@@ -91,7 +94,7 @@ def test_memory_that_the_measured_step_takes_counts():
             taken.append(torch.ones(1 << 24))
     watch.close()
     assert report.measured_peak.in_use >= taken[0].nbytes
-    assert report.measured_peak.bytes >= taken[0].nbytes
+    assert report.measured_peak.bytes >= taken[0].nbytes - BATCHED_BYTES
 
 
 def test_nothing_is_measured_if_the_system_has_no_answer(monkeypatch, tmp_path, capsys):
