@@ -17,6 +17,7 @@ from ort_accel.compiler import autograd_graphs
 from ort_accel.graph.nodes import returned
 from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.passes.common import views_behind
+from tests.tiers import mostly_long
 
 VOCAB, WIDTH, INNER = 60, 32, 56
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -107,7 +108,7 @@ class Pair:
         assert not [item for item in report.fallbacks if item.op in ("a graph", "a graph break")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_long(KINDS, "DoRA", "dropout", "two adapters"))
 def test_each_kind_trains_as_in_eager_mode(kind):
     pair = Pair(KINDS[kind]())
     for number in range(3):
@@ -152,7 +153,7 @@ def test_an_adapter_that_is_switched_off_changes_nothing():
     pair.step(1)
 
 
-@pytest.mark.parametrize("kind", ["plain", "DoRA", "modules to save"])
+@pytest.mark.parametrize("kind", mostly_long(["plain", "DoRA", "modules to save"], "modules to save"))
 def test_peft_alone_loads_a_checkpoint(kind, tmp_path):
     pair = Pair(KINDS[kind]())
     pair.step(0)

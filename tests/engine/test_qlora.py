@@ -11,6 +11,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 import ort_accel
 from ort_accel.native.library import native_library
 from ort_accel.reporting import Reason, Runner, State
+from tests.tiers import mostly_long
 
 pytest.importorskip("bitsandbytes")
 
@@ -71,7 +72,7 @@ def assert_as_eager(eager: nn.Module, ours: nn.Module) -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4, msg=lambda text, at=name: f"{at}: {text}")
 
 
-@pytest.mark.parametrize(("kind", "nested"), [("nf4", True), ("fp4", False)])
+@pytest.mark.parametrize(("kind", "nested"), mostly_long([("nf4", True), ("fp4", False)], ("nf4", True)))
 def test_it_trains_as_in_eager_mode_in_one_session_a_direction(tmp_path, kind, nested):
     eager, ours = qlora(tmp_path, kind, nested), ort_accel.accelerate(qlora(tmp_path, kind, nested))
     assert_as_eager(eager, ours)
@@ -88,7 +89,10 @@ def test_it_trains_as_in_eager_mode_in_one_session_a_direction(tmp_path, kind, n
 
 @pytest.mark.parametrize(
     "config",
-    [{"memory": {"level": 1}}, {"compute": {"native": False}}, {"density": {"padding": False, "labels": False}}],
+    mostly_long(
+        [{"memory": {"level": 1}}, {"compute": {"native": False}}, {"density": {"padding": False, "labels": False}}],
+        {"compute": {"native": False}},
+    ),
     ids=["memory level 1", "without the native library", "dense"],
 )
 def test_it_trains_as_in_eager_mode_with_other_options(tmp_path, config):

@@ -17,6 +17,7 @@ from ort_accel import ConfigError, OrtAccelError, engine
 from ort_accel.hf import ORTAccelCallback, ORTAccelPlugin, ORTTrainer, accelerate_hooks
 from ort_accel.hf.accelerate_plugin import accelerate_all_models
 from ort_accel.hf.activation import CONFIG_VARIABLE
+from tests.tiers import mostly_long
 
 PRODUCTS = {"compute": {"attention": "products"}}
 
@@ -191,7 +192,7 @@ def losses_of(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("kind", [Trainer, ORTTrainer])
+@pytest.mark.parametrize("kind", mostly_long([Trainer, ORTTrainer], ORTTrainer))
 def test_a_launched_trainer_is_accelerated_once_with_the_configuration_of_the_launch(launched, tmp_path, kind):
     launched(yaml(tmp_path, "compute: {attention: products}"))
     model = trained(kind, tmp_path)
@@ -207,7 +208,7 @@ def test_a_callbacks_configuration_overrides_that_of_a_launch(launched, tmp_path
     assert any("that of the launch is not used" in note for note in ort_accel.report(model).notes)
 
 
-@pytest.mark.parametrize("writer", ["eager", "launched"])
+@pytest.mark.parametrize("writer", mostly_long(["eager", "launched"], "launched"))
 def test_a_checkpoint_of_either_side_resumes_on_the_other(launched, tmp_path, monkeypatch, writer):
     whole = trainer_of(Trainer, tmp_path / "whole", steps=4)
     whole.train()

@@ -10,6 +10,7 @@ from ort_accel.config import load_config
 from ort_accel.hf import ORTAccelCallback, ORTSeq2SeqTrainingArguments, ORTTrainer, ORTTrainingArguments
 from ort_accel.optim import AdamWMode, FusedAdam, MasterWeightOptimizer, build_optimizer
 from ort_accel.reporting import State
+from tests.tiers import mostly_long
 
 OFF = {"engine": {"enabled": False}}
 NAMED = {**OFF, "optimizer": {"name": "adamw_ort_fused"}}
@@ -48,7 +49,7 @@ def inner(trainer):
     return optimizer
 
 
-@pytest.mark.parametrize("way", ["argument", "yaml"])
+@pytest.mark.parametrize("way", mostly_long(["argument", "yaml"], "argument"))
 def test_fused_adam_is_built_and_trains_as_pytorchs_adamw(tmp_path, way):
     more = {"optim": "adamw_ort_fused"} if way == "argument" else {}
     trainer = ORTTrainer(
@@ -83,7 +84,7 @@ def test_arguments_with_the_name_can_be_parsed_saved_and_made_again(tmp_path, ki
         kind(output_dir=str(tmp_path), optim="adamw_no_such")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", mostly_long([torch.bfloat16, torch.float32], torch.bfloat16))
 def test_fp32_weights_and_a_loss_scale_in_a_trainer(tmp_path, dtype):
     """Scales of 2**40 overflow at nothing in bf16 and fp32: losses are those without a scale, to rounding."""
     args = arguments(tmp_path, gradient_accumulation_steps=2, max_grad_norm=0.5)

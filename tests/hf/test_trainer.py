@@ -156,7 +156,7 @@ def test_a_switched_off_engine_leaves_losses_equal_to_the_bit(accelerated, tmp_p
     assert not accelerated
 
 
-@pytest.mark.parametrize("source", ["callback", "trainer"])
+@pytest.mark.parametrize("source", mostly_long(["callback", "trainer"], "trainer"))
 def test_training_on_the_engine_gives_eagers_losses(tmp_path, source):
     plain = losses(Trainer, tmp_path)
     ours = (

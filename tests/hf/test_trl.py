@@ -189,7 +189,7 @@ def test_in_bfloat16_the_head_is_as_near_to_single_precision_as_trls():
     assert (ours <= 1.2 * theirs).all(), (ours, theirs)
 
 
-@pytest.mark.parametrize("build", [sft, dpo])
+@pytest.mark.parametrize("build", mostly_long([sft, dpo], sft))
 def test_many_logits_never_exist_at_once(build, trained, monkeypatch):
     monkeypatch.setattr(fused_head, "MOST_KEPT_LOGITS", 0)
     eager, ours = trained(build), trained(build, ORTAccelCallback(QUIET))

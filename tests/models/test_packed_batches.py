@@ -24,6 +24,7 @@ from ort_accel.kernels import attention_native
 from ort_accel.native.library import native_library
 from ort_accel.reporting import State
 from tests.against_eager import ATOL, RTOL, compilations
+from tests.tiers import mostly_long
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "use_cache": False}
 PACKED = "packed sequences"
@@ -85,7 +86,7 @@ ONE_ROW, ROWS = PackingCollator(return_flash_attn_kwargs=True), PackingCollator(
 
 @pytest.mark.parametrize(
     ("build", "collator"),
-    [(llama, ONE_ROW), (llama, ROWS), (mistral, ROWS), (gpt2, ONE_ROW)],
+    mostly_long([(llama, ONE_ROW), (llama, ROWS), (mistral, ROWS), (gpt2, ONE_ROW)], (llama, ONE_ROW), (mistral, ROWS)),
     ids=["one row", "rows", "sliding window", "learned positions"],
 )
 def test_sequences_of_a_row_train_as_alone(build, collator):
@@ -103,7 +104,7 @@ def test_sequences_of_a_row_train_as_alone(build, collator):
     assert compiled[1:] == compiled[1:2] * (len(BATCHES) - 1)
 
 
-@pytest.mark.parametrize("of", range(4))
+@pytest.mark.parametrize("of", mostly_long(range(4), 2))
 def test_the_loss_of_each_sequence_is_its_own(of):
     torch.manual_seed(0)
     eager = llama(attn_implementation="sdpa")

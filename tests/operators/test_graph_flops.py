@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import ort_accel
 from ort_accel.operators.flops import GraphFlops
 from ort_accel.runtime.work_count import WORK
+from tests.tiers import mostly_long
 
 aten = torch.ops.aten
 
@@ -55,8 +57,11 @@ def seen(model, ids):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("memory", [{}, {"level": 1}], ids=["saved", "recomputed"])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("implementation", "memory"),
+    mostly_long(product(["eager", "sdpa"], [{}, {"level": 1}]), ("eager", {}), ("sdpa", {"level": 1})),
+    ids=["eager, saved", "eager, recomputed", "sdpa, saved", "sdpa, recomputed"],
+)
 def test_a_step_has_the_operations_of_eager_mode(implementation, memory):
     eager = llama(attn_implementation=implementation)
     ours = ort_accel.accelerate(copy.deepcopy(eager), {"density": ALL_ROWS, "memory": memory})

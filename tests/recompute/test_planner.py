@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from ort_accel.cli.benchmark.workload import Workload, batch_of, build
 from ort_accel.reporting import State
 from tests.against_eager import assert_step_as_eager, step
 from tests.recompute.models import ALIKE, assert_same_bits, recorded
+from tests.tiers import mostly_long
 
 
 def workload(name):
@@ -21,7 +23,9 @@ def level_state(model):
     return ort_accel.report(model).features["memory.level"].state
 
 
-@pytest.mark.parametrize(("name", "share"), [("bert", 0.85), ("gpt2", 0.8), ("llama", 0.8)])
+@pytest.mark.parametrize(
+    ("name", "share"), mostly_long([("bert", 0.85), ("gpt2", 0.8), ("llama", 0.8)], ("llama", 0.8))
+)
 def test_cheap_recompute_saves_memory_and_changes_no_bit(name, share):
     model, batch = build(workload(name)), batch_of(workload(name))
     models = [ort_accel.accelerate(copy.deepcopy(model), ALIKE | {"memory": {"level": level}}) for level in ("auto", 0)]
@@ -32,8 +36,10 @@ def test_cheap_recompute_saves_memory_and_changes_no_bit(name, share):
     assert [level_state(each) for each in models] == [State.APPLIED, State.OFF]
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    mostly_long(product(["bert", "gpt2", "llama"], [False, True]), ("gpt2", False), ("bert", True)),
+)
 def test_gradients_are_those_of_eager_with_measured_placement(name, checkpointing):
     size = replace(workload(name), checkpointing=checkpointing)
     model = build(size)
