@@ -3,6 +3,8 @@
 import copy
 import json
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,14 +13,44 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, set_seed
 
 import ort_accel
+from ort_accel.eager import comparison
 from ort_accel.hf import ORTAccelCallback
 from ort_accel.operators.flops import GraphFlops
 from tests.hf.tiny import Listener, arguments, bert, llama, logged, losses, make, reviews, texts, train
 from tests.hf.words import tokenizer
 
+OFF = {"engine": {"enabled": False}}
+"""Where the engine does nothing, figures go the same ways, and nothing is compiled."""
 CAUSAL = {"train_dataset": texts(), "max_steps": 2}
 WORK = {"ort/flops_per_s", "ort/mfu"}
 NUMBERS = {"ort/step_time", "ort/tokens_per_s", "ort/density", "ort/peak_memory", "ort/fallbacks"}
+WITHOUT_ENGINE = NUMBERS - {"ort/fallbacks"}
+
+
+class Run(NamedTuple):
+    """A training of two steps on the engine, which some tests look at."""
+
+    trainer: Trainer
+    folder: Path
+    first_call: object
+    counts: list[int]
+    """An item for each time that operations were counted."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Run:
+    folder, counts = tmp_path_factory.mktemp("run"), []
+    count = GraphFlops.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparison, "why_not", lambda *_: "switched off for tests")
+        patch.setattr(GraphFlops, "__call__", lambda *given: counts.append(1) or count(*given))
+        patch.setenv("TENSORBOARD_LOGGING_DIR", str(folder / "events"))
+        set_seed(3)
+        more = {"save_strategy": "steps", "save_steps": 2, "report_to": ["tensorboard"]}
+        trainer = make("callback", bert(), arguments(folder, max_steps=2, **more))
+        call = trainer.model._compiled_call_impl
+        trainer.train()
+    return Run(trainer, folder, call, counts)
 
 
 def test_each_line_of_the_training_log_has_the_engines_numbers(tmp_path):
@@ -31,15 +63,14 @@ def test_each_line_of_the_training_log_has_the_engines_numbers(tmp_path):
     assert not any(key.startswith("ort/") for key in trainer.evaluate())
 
 
-def test_fallbacks_are_those_of_the_report(tmp_path):
-    trainer = train("callback", tmp_path, max_steps=2)
-    counted = sum(item.count for item in ort_accel.report(trainer.model).fallbacks if not item.reason.is_choice)
-    assert logged(trainer)[-1]["ort/fallbacks"] == counted
+def test_fallbacks_are_those_of_the_report(run):
+    counted = sum(item.count for item in ort_accel.report(run.trainer.model).fallbacks if not item.reason.is_choice)
+    assert logged(run.trainer)[-1]["ort/fallbacks"] == counted
 
 
 def test_metrics_that_a_batch_does_not_give_are_left_out(tmp_path):
     unmasked = [{key: row[key] for key in ("input_ids", "labels")} for row in reviews()]
-    entry = logged(train("callback", tmp_path, max_steps=1, train_dataset=unmasked))[-1]
+    entry = logged(train("callback", tmp_path, max_steps=1, train_dataset=unmasked, config=OFF))[-1]
     assert "ort/density" not in entry
     assert entry["ort/tokens_per_s"] * entry["ort/step_time"] == pytest.approx(4 * 8)
 
@@ -60,24 +91,21 @@ def test_operations_are_not_counted_where_nobody_asks_or_eager_mode_ran(tmp_path
     assert not WORK & set(logged(train("callback", tmp_path, max_steps=1))[-1])  # a small model begins in eager mode
 
 
-def test_operations_are_not_counted_without_metrics(tmp_path, monkeypatch):
+def test_operations_are_not_counted_without_metrics(tmp_path, monkeypatch, run):
+    assert len(run.counts) >= 2
     asked = []
     monkeypatch.setattr(GraphFlops, "__call__", lambda *_: asked.append(1) or 1)
     train("callback", tmp_path, max_steps=1, config={"observe": {"metrics": "none"}})
     assert asked == []
-    train("callback", tmp_path, max_steps=1)
-    assert len(asked) == 2
 
 
 def test_a_switched_off_engine_has_no_fallbacks_to_count(tmp_path):
-    entry = logged(train("callback", tmp_path, max_steps=1, config={"engine": {"enabled": False}}))[-1]
+    entry = logged(train("callback", tmp_path, max_steps=1, config=OFF))[-1]
     assert NUMBERS - set(entry) == {"ort/fallbacks"}
 
 
-def test_the_numbers_reach_what_the_trainer_reports_to(tmp_path, monkeypatch):
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    train("callback", tmp_path, max_steps=2, report_to=["tensorboard"])
-    events = EventAccumulator(str(tmp_path / "events"))
+def test_the_numbers_reach_what_the_trainer_reports_to(run):
+    events = EventAccumulator(str(run.folder / "events"))
     events.Reload()
     for name in NUMBERS | WORK:
         assert [event.step for event in events.Scalars(f"train/{name}")] == [1, 2]
@@ -87,24 +115,23 @@ def of_engine(lines):
     return {key for line in lines for key in line if key.startswith("ort/")}
 
 
-def test_a_checkpoint_does_not_keep_figures_that_no_second_run_would_have(tmp_path):
-    trainer = train("callback", tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
-    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
-    assert of_engine(logged(trainer)) >= NUMBERS
-    assert not of_engine(trainer.state.log_history)
+def test_a_checkpoint_does_not_keep_figures_that_no_second_run_would_have(run):
+    state = json.loads((run.folder / "checkpoint-2" / "trainer_state.json").read_text())
+    assert of_engine(logged(run.trainer)) >= NUMBERS
+    assert not of_engine(run.trainer.state.log_history)
     assert not of_engine(state["log_history"])
 
 
 def test_a_resumed_training_has_the_history_of_one_that_went_through(tmp_path):
-    whole = train("callback", tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
-    resumed = train("callback", tmp_path, max_steps=4, resume=str(tmp_path / "checkpoint-2"))
+    whole = train("callback", tmp_path, max_steps=4, save_strategy="steps", save_steps=2, config=OFF)
+    resumed = train("callback", tmp_path, max_steps=4, resume=str(tmp_path / "checkpoint-2"), config=OFF)
     for before, after in zip(whole.state.log_history[:4], resumed.state.log_history[:4], strict=True):
         assert after == pytest.approx(before, abs=1e-6)
 
 
 def test_the_history_keeps_the_figures_where_the_configuration_says_so(tmp_path):
-    trainer = train("callback", tmp_path, max_steps=2, config={"observe": {"metrics": "history"}})
-    assert of_engine(trainer.state.log_history) == of_engine(logged(trainer)) >= NUMBERS
+    trainer = train("callback", tmp_path, max_steps=2, config={**OFF, "observe": {"metrics": "history"}})
+    assert of_engine(trainer.state.log_history) == of_engine(logged(trainer)) >= WITHOUT_ENGINE
 
 
 def test_the_log_has_no_figures_where_the_configuration_says_so(tmp_path):
@@ -125,20 +152,17 @@ def test_a_subclass_of_trainer_keeps_its_own_loss(tmp_path):
         def compute_loss(self, *args, **kwargs):
             return 2 * super().compute_loss(*args, **kwargs)
 
-    def run(*callbacks):
+    def trained(*callbacks):
         set_seed(0)
         trainer = Doubled(bert(), arguments(tmp_path), train_dataset=reviews(), callbacks=list(callbacks))
         trainer.train()
         return losses(trainer)
 
-    assert run(ORTAccelCallback()) == pytest.approx(run(), abs=1e-5)
+    assert trained(ORTAccelCallback()) == pytest.approx(trained(), abs=1e-5)
 
 
-def test_activation_happens_once(tmp_path):
-    trainer = make("callback", bert(), arguments(tmp_path, max_steps=1))
-    call = trainer.model._compiled_call_impl
-    trainer.train()
-    assert trainer.model._compiled_call_impl is call
+def test_activation_happens_once(run):
+    assert run.trainer.model._compiled_call_impl is run.first_call
 
 
 def test_trls_sft_trainer_trains_as_in_eager(tmp_path):

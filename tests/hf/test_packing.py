@@ -21,12 +21,14 @@ from transformers.utils import is_flash_attn_2_available
 import ort_accel
 from ort_accel import OrtAccelError
 from ort_accel.data import PackingCollator
+from ort_accel.eager import comparison
 from ort_accel.hf import ORTAccelCallback, ORTTrainer
 from ort_accel.hf.metrics import StepMetrics
 from ort_accel.hf.packing import why_not_packed
 from ort_accel.reporting import State
 from tests.hf.tiny import arguments, llama, losses, reviews
 from tests.hf.words import tokenizer
+from tests.tiers import mostly_long
 
 LENGTHS = [7, 12, 3, 9, 5, 15, 4, 8, 11, 6, 2, 10]
 PACKING = {"data": {"packing": {"max_length": 16}}}
@@ -47,9 +49,17 @@ def trained(tmp_path, kind=ORTTrainer, config=PACKING, data=None, model=None, **
     return trainer
 
 
-@pytest.mark.parametrize("kind", [ORTTrainer, Trainer])
-def test_a_trainer_packs_its_training_set(tmp_path, kind):
-    trainer = trained(tmp_path, kind)
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A training that some tests look at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparison, "why_not", lambda *_: "switched off for tests")
+        return trained(tmp_path_factory.mktemp("packed"))
+
+
+@pytest.mark.parametrize("kind", mostly_long([ORTTrainer, Trainer], ORTTrainer))
+def test_a_trainer_packs_its_training_set(tmp_path, packed, kind):
+    trainer = packed if kind is ORTTrainer else trained(tmp_path, kind)
     report = ort_accel.report(trainer.model)
     assert report.features["data.packing"].state is State.APPLIED
     assert report.features["data.packing"].effect == "12 samples in 6 rows of 16, 95.8% full"
@@ -59,9 +69,9 @@ def test_a_trainer_packs_its_training_set(tmp_path, kind):
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_packed_training_is_eager_mode_s(tmp_path, flatten):
+def test_packed_training_is_eager_mode_s(tmp_path, packed, flatten):
     config = {"data": {"packing": {"max_length": 16, "flatten": flatten}}}
-    ours = trained(tmp_path, config=config)
+    ours = trained(tmp_path, config=config) if flatten else packed
     eager = trained(tmp_path, config={**config, "engine": {"enabled": False}})
     assert losses(ours) == pytest.approx(losses(eager), rel=1e-4)
     for wanted, got in zip(eager.model.parameters(), ours.model.parameters(), strict=True):
@@ -99,7 +109,7 @@ def one_sequence(examples):
 
 def test_columns_that_the_model_does_not_take_are_left_out(tmp_path):
     rows = [{**one, "attention_mask": [1] * len(one["input_ids"]), "title": "x"} for one in samples()]
-    trainer = trained(tmp_path, data=Dataset.from_list(rows))
+    trainer = trained(tmp_path, Trainer, data=Dataset.from_list(rows))
     assert ort_accel.report(trainer.model).counters["packed sequences"] == 12
 
 
@@ -205,9 +215,8 @@ def test_another_collator_or_loader_is_refused(tmp_path):
         trainer.train()
 
 
-def test_sizes_of_packed_rows_are_open_from_the_first_graph(tmp_path):
-    trainer = trained(tmp_path)
-    assert ort_accel.report(trainer.model).counters["compilations"] == 2  # forward and backward, for all lengths
+def test_sizes_of_packed_rows_are_open_from_the_first_graph(packed):
+    assert ort_accel.report(packed.model).counters["compilations"] == 2  # forward and backward, for all lengths
 
 
 def test_padding_at_the_end_of_packed_rows_is_no_token():

@@ -7,6 +7,7 @@ import pytest
 
 from tests.hf.tiny import arguments, bert, logged, make, reviews, train
 from tests.observe.pages import read, table_with
+from tests.tiers import mostly_long
 
 OFF = {"enabled": False}
 
@@ -55,7 +56,7 @@ def test_a_switched_off_engine_still_reports_its_steps(tmp_path):
     assert data["features"] == [{"name": "engine", "state": "off", "reason": "engine.enabled is false", "effect": ""}]
 
 
-@pytest.mark.parametrize("engine", [True, False])
+@pytest.mark.parametrize("engine", mostly_long([True, False], False))
 def test_a_file_that_cannot_be_written_does_not_stop_the_training(tmp_path, caplog, engine):
     caplog.set_level(logging.WARNING, "ort_accel")
     (tmp_path / "file").touch()
@@ -67,7 +68,7 @@ def test_a_file_that_cannot_be_written_does_not_stop_the_training(tmp_path, capl
 
 def test_a_second_training_has_a_report_of_its_own_steps(tmp_path):
     file = tmp_path / "report.json"
-    trainer = make("ORTTrainer", bert(), arguments(tmp_path, max_steps=2), reported(file))
+    trainer = make("ORTTrainer", bert(), arguments(tmp_path, max_steps=2), reported(file, engine=OFF))
     for _ in range(2):
         trainer.train()
         data = json.loads(file.read_text())

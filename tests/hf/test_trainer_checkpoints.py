@@ -13,6 +13,8 @@ from tests.hf.tiny import arguments, in_python, losses, make, reviews, train
 from tests.tiers import mostly_long
 
 OURS = ("ORTTrainer", "callback")
+OFF = {"engine": {"enabled": False}}
+"""How files are written does not depend on what computes the steps."""
 EVERY_STEP = {"save_strategy": "steps", "save_steps": 1, "max_steps": 8}
 
 CHILD = """
@@ -126,7 +128,8 @@ def test_the_best_checkpoint_that_is_noted_inside_exists(tmp_path):
     from transformers import TrainerState
 
     every = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    train("ORTTrainer", tmp_path, max_steps=2, metric_for_best_model="loss", load_best_model_at_end=True, **every)
+    best = {"metric_for_best_model": "loss", "load_best_model_at_end": True}
+    train("ORTTrainer", tmp_path, max_steps=2, config=OFF, **best, **every)
     state = TrainerState.load_from_json(str(tmp_path / "checkpoint-2" / "trainer_state.json"))
     assert state.best_model_checkpoint == str(tmp_path / f"checkpoint-{state.best_global_step}")
 
@@ -134,7 +137,7 @@ def test_the_best_checkpoint_that_is_noted_inside_exists(tmp_path):
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     train("eager", tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
     (tmp_path / "checkpoint-1" / "left over").touch()
-    train("ORTTrainer", tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    train("ORTTrainer", tmp_path, max_steps=1, save_strategy="steps", save_steps=1, config=OFF)
     assert folders(tmp_path) == ["checkpoint-1"]
     assert "left over" not in folders(tmp_path / "checkpoint-1")
 
@@ -152,7 +155,7 @@ def test_the_upload_is_the_complete_checkpoint(tmp_path, monkeypatch):
     args = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1, push_to_hub=True)
     from tests.hf.tiny import bert
 
-    trainer = make("ORTTrainer", bert(), args, train_dataset=reviews())
+    trainer = make("ORTTrainer", bert(), args, OFF, train_dataset=reviews())
     trainer.train()
     assert pushed == [(str(tmp_path / "checkpoint-1"), ["checkpoint-1"])]
 
@@ -161,5 +164,5 @@ def test_a_trainer_without_the_callback_saves_as_it_always_did(tmp_path, monkeyp
     seen = []
     monkeypatch.setattr(Trainer, "_save_rng_state", lambda self, folder: seen.append(folder))
     train("eager", tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
-    train("ORTTrainer", tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    train("ORTTrainer", tmp_path, max_steps=1, save_strategy="steps", save_steps=1, config=OFF)
     assert seen == [str(tmp_path / "checkpoint-1"), str(tmp_path / "_saving" / "checkpoint-1")]
