@@ -292,6 +292,9 @@ class Race:
     chosen: str
 
 
+KERNELS_READY, KERNELS_TRIED = "segments with generated kernels", "segments whose generated kernels were tried"
+"""Counters. While the first is greater, segments run with and without generated kernels in turn."""
+
 ENGINE, EAGER = "ort_accel", "eager PyTorch"
 """The runners of a whole training step."""
 
@@ -343,7 +346,7 @@ class Report:
     features: dict[str, Feature] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
     races: list[Race] = field(default_factory=list)
-    """The timings of `compute.tuning`."""
+    """The timings of `compute.tuning`, and of segments with and without generated kernels."""
     comparison: StepComparison | None = None
     """None if no steps were compared with eager PyTorch's."""
     timings: dict[str, float] = field(default_factory=dict)

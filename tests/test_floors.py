@@ -26,7 +26,7 @@ FLOORS = [
     {"autotune", "recompute"},
     {"capture"},
     {"graph_cache"},
-    {"eager"},
+    {"eager", "generated"},
     {"compiler"},
     {"engine"},
     {"zero3"},

@@ -137,6 +137,7 @@ class Backend:
             "skipping": self.skipping,
             "compiler memory": self.compiler_memory,
             "sessions": self.lowering.sessions,
+            "generator": self.lowering.generator,
             "copies": self.lowering.copies,
             "leaves": self.lowering.leaves,
             "kept outputs": self._held_outputs,

@@ -18,9 +18,10 @@ from ort_accel.executor.ort_segment import (
     OrtSegment,
     Twin,
 )
-from ort_accel.executor.program import SIZE, Program, Step, mark_last_uses
+from ort_accel.executor.program import SIZE, Program, Run, Step, mark_last_uses
 from ort_accel.executor.reuse_operands import is_reusable
 from ort_accel.executor.torch_segment import PyTorchSegment
+from ort_accel.generated.replace import SegmentGraph
 from ort_accel.graph.meta_keys import CAST_OF
 from ort_accel.graph.nodes import count_ops, is_getitem, is_size, is_view, op_name, output_nodes_of, returned, user_line
 from ort_accel.graph.symbolic_sizes import SizeFunction, SymbolSource, expression
@@ -105,7 +106,7 @@ def _tuned(
     assignment: Assignment,
 ) -> Mapping[fx.Node, Refusal]:
     with lowering.report.timed("tune", name):
-        trial = replace(lowering, sessions=lowering.sessions.without_trace(), failed=_raise)
+        trial = replace(lowering, sessions=lowering.sessions.without_trace(), failed=_raise, generator=None)
         return tuner.decide(module, name, partial(_trial, module, trial, name, is_lasting), assignment)
 
 
@@ -245,7 +246,11 @@ class _ProgramBuilder:
         fallback = Fallback(Twin(body, outputs, self._module), lowering.failed)
         frees_inputs = self._name.startswith("backward")  # the caller holds the inputs of a forward in any case
         segment = OrtSegment(model, lowering.sessions, self._is_lasting, fallback, name, record, frees_inputs)
-        return self._numbered(segment, segment.inputs, outputs)
+        run: Run = segment
+        if lowering.generator is not None:
+            graph = SegmentGraph(body, outputs, self._assignment.called)
+            run = lowering.generator.watch(segment, graph, self._is_lasting, name)
+        return self._numbered(run, segment.inputs, outputs)
 
     def _pytorch_step(self, body: Body, outputs: list[fx.Node], dead: Sequence[fx.Node] = ()) -> Step:
         segment = PyTorchSegment(body, outputs, self._module, dead)

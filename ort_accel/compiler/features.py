@@ -10,7 +10,7 @@ import torch
 
 import ort_accel
 from ort_accel.compiler.device_placement import why_not_shared
-from ort_accel.compiler.refusals import NO_TRITON
+from ort_accel.compiler.generated_kernels import record_generated
 from ort_accel.compiler.settings import Settings
 from ort_accel.config import Config
 from ort_accel.config.declaration import rows
@@ -47,6 +47,7 @@ def record_features(settings: Settings, report: Report) -> None:
     record_settings(settings, report)
     report.features |= {row.name: row for row in rows(config)}
     _record_native(settings, report)
+    record_generated(settings, report)
     _record_engine(config, report)
     _record_cuda(settings, report)
     _record_skipping(config, report)
@@ -194,8 +195,6 @@ def _record_cuda(settings: Settings, report: Report) -> None:
     else:
         report.off("compute.conv_algorithm", ON_CPU)
     _record_allocator(settings, report)
-    why = "switched off" if compute.triton.enabled is False else NO_TRITON if is_cuda else ON_CPU
-    report.off("compute.triton.enabled", why)
 
 
 def _record_allocator(settings: Settings, report: Report) -> None:

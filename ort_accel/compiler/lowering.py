@@ -14,7 +14,9 @@ from ort_accel.autotune.throughput import Machine
 from ort_accel.autotune.time_matmuls import TimedMatmuls
 from ort_accel.autotune.timer import SavedTimings, Stopwatch, context_of
 from ort_accel.autotune.tuner import Tuner
+from ort_accel.compiler.generated_kernels import generator_for
 from ort_accel.compiler.settings import Settings
+from ort_accel.generated.takeover import Generator
 from ort_accel.memory.low_memory_mode import TrimOnGrowth
 from ort_accel.partition.assign import NodeRules
 from ort_accel.passes.options import PassOptions
@@ -53,6 +55,8 @@ class Lowering:
     """Times each graph to choose between ONNX Runtime and PyTorch."""
     estimator: Estimator | None = None
     """Predicts times to choose between ONNX Runtime and PyTorch where there is no tuner."""
+    generator: Generator | None = None
+    """Generates kernels while segments run."""
     copies: WeightCopies | None = None
     """Caches autocast's casts of weights."""
     leaves: GradientRelease | None = None
@@ -79,6 +83,7 @@ class _SessionFields(TypedDict):
     sessions: Sessions
     estimator: Estimator | None
     tuner: Tuner | None
+    generator: Generator | None
 
 
 def lowering_for(
@@ -113,6 +118,7 @@ def _session_fields(settings: Settings, report: Report) -> _SessionFields:
         "sessions": sessions,
         "estimator": Estimator(machine, TimedMatmuls(machine), settings.calls_pytorch) if is_estimated else None,
         "tuner": _tuner(settings, sessions.without_trace(), report) if tuned else None,
+        "generator": generator_for(settings, sessions, report),
     }
 
 

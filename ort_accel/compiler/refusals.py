@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
 import torch
@@ -11,20 +11,9 @@ from torch import fx
 from ort_accel.config import Config
 from ort_accel.config.sections.engine import Engine
 from ort_accel.errors import ConfigError, OrtAccelError, Problem
+from ort_accel.graph.nodes import is_operator
 from ort_accel.passes.lower_precision import MOVABLE
 from ort_accel.runtime.device import ExecutionDevice
-
-NO_TRITON = (
-    "ort_accel generates no Triton kernels: ONNX Runtime's own kernels run, PyTorch's where it has none, and "
-    "compute.fusions joins operators"
-)
-
-ASKS_FOR_TRITON: dict[str, Callable[[Config], bool]] = {
-    "compute.triton.enabled": lambda config: config.compute.triton.enabled is True,
-    "compute.triton.ops_file": lambda config: config.compute.triton.ops_file is not None,
-    "compute.triton.debug": lambda config: config.compute.triton.debug,
-}
-"""Keys that ask for Triton kernels, with the condition under which they do."""
 
 SWITCH_OF = {
     "autograd_function_apply": ("custom_autograd", "a torch.autograd.Function"),
@@ -36,8 +25,6 @@ SWITCH_OF = {
 def refuse_unsupported(config: Config) -> None:
     """Raise a `ConfigError` that lists all values that this version cannot obey."""
     problems = [problem for problem in (_fixed_precision(config), _unknown_operators(config)) if problem is not None]
-    triton = [path for path, asks in ASKS_FOR_TRITON.items() if asks(config)]
-    problems += [Problem(path, f"{NO_TRITON}; remove the key") for path in triton]
     if problems:
         raise ConfigError(problems)
 
@@ -53,19 +40,12 @@ def _fixed_precision(config: Config) -> Problem | None:
 
 def _unknown_operators(config: Config) -> Problem | None:
     """Returns the problem of naming ATen operators that do not exist."""
-    names = [name for name in config.engine.run_in_pytorch if name.startswith("aten.") and not _is_operator(name)]
+    names = [name for name in config.engine.run_in_pytorch if name.startswith("aten.") and not is_operator(name)]
     if not names:
         return None
     close = get_close_matches(names[0].split(".")[1], dir(torch.ops.aten), n=1)
     meant = f"; did you mean aten.{close[0]}?" if close else "; the report names operators"
     return Problem("engine.run_in_pytorch", f"PyTorch {torch.__version__} has no {', '.join(names)}{meant}")
-
-
-def _is_operator(name: str) -> bool:
-    found: object = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found is not None
 
 
 def refuse_forbidden(module: fx.GraphModule, engine: Engine) -> None:

@@ -92,7 +92,10 @@ def no_counterpart(reason: str) -> Rule:
 _EMPTY = "it is empty, which upstream took for not set"
 _CHOICE_IS_LEFT = "it is off, which leaves the choice to `compute.attention: auto`"
 _NO_COMPUTE_OPTIMIZER = "Upstream switched this off together with the compute optimizer."
-_NO_TRITON = "ort_accel generates no Triton kernels; ONNX Runtime's own kernels run"
+_GENERATED = "compute.generated.enabled"
+_NOTHING_GENERATED = "without ORTMODULE_USE_TRITON=1 upstream generated nothing"
+_NOTHING_SAVED = "kernels are kept beside saved models, and ORTMODULE_SAVE_ONNX_PATH names no folder for them"
+_ONNX_OPERATORS = "it lists ONNX operators; compute.generated.ops_file takes a JSON list of ATen operators"
 _NO_TUNING = "without ORTMODULE_ENABLE_TUNING=1 upstream measured nothing"
 _OPSETS = range(17, 26)
 _FALLBACKS = (
@@ -186,16 +189,23 @@ def _chosen_attention(values: Values) -> Outcome:
 
 
 def triton(value: str, _: Values) -> Iterator[Outcome]:
-    note = f"Without effect: {_NO_TRITON}. `true` is refused."
-    yield Setting("compute.triton.enabled", "auto", note) if _is_on(value) else Setting("compute.triton.enabled", False)
+    note = "Kernels are generated on the CPU. On CUDA devices PyTorch's and ONNX Runtime's own kernels run."
+    yield Setting(_GENERATED, "auto", note) if _is_on(value) else Setting(_GENERATED, False)
 
 
 def triton_ops(value: str, _: Values) -> Iterator[Outcome]:
-    yield NoCounterpart(_NO_TRITON if value else _EMPTY)
+    yield NoCounterpart(_ONNX_OPERATORS if value else _EMPTY)
 
 
-def triton_debug(value: str, _: Values) -> Iterator[Outcome]:
-    yield NoCounterpart(_NO_TRITON) if _is_on(value) else Setting("compute.triton.debug", False)
+def triton_debug(value: str, values: Values) -> Iterator[Outcome]:
+    if not _is_on(value):
+        yield Setting("compute.generated.debug", False)
+    elif not _set_to_1("USE_TRITON", values):
+        yield NoCounterpart(_NOTHING_GENERATED)
+    elif not values.get("SAVE_ONNX_PATH"):
+        yield NoCounterpart(_NOTHING_SAVED)
+    else:
+        yield Setting("compute.generated.debug", True)
 
 
 def tuning_duration(value: str, values: Values) -> Iterator[Outcome]:

@@ -17,6 +17,7 @@ EXTENDS = "extends"
 WITHOUT_QUOTES = " without quotes"
 _SYNONYMS = {"gpu": "cuda", "none": "null", "nil": "null"}
 _REMOVED: dict[KeyPath, str] = {
+    ("compute", "triton"): "kernels are generated on the CPU, too, and are set by compute.generated; write generated here",
     ("engine", "skip_checks"): "with it, a model that changed between steps gave wrong results; delete this line"
 }
 """Keys that earlier versions had, and why they are gone."""

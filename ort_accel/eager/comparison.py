@@ -2,7 +2,7 @@
 
 1. A small model begins in eager mode, and is compiled once its steps have taken as long as compiling would.
 2. When the engine's steps compile nothing any more, engine and eager mode take turns until one is clearly faster.
-3. The faster one goes on. A pair of steps is compared again from time to time, and sooner when the pace changes. The
+3. The faster one goes on. Generated kernels open the comparison again. A pair of steps is compared again from time to time, and sooner when the pace changes. The
    cost of the slower steps decides how often: it stays at about one part in a hundred of the whole time.
 
 Eager steps are steps of the training: they draw the same random numbers and give the same gradients up to rounding.
@@ -25,7 +25,7 @@ from ort_accel.graph_cache.store import GRAPHS_LOADED
 from ort_accel.memory.out_of_memory import is_out_of_memory
 from ort_accel.memory.process_memory import available_bytes
 from ort_accel.observe.logs import LOG, say
-from ort_accel.reporting import EAGER, ENGINE, Report, StepComparison
+from ort_accel.reporting import EAGER, ENGINE, KERNELS_READY, KERNELS_TRIED, Report, StepComparison
 
 FEATURE = "engine.compare_with_eager"
 
@@ -35,6 +35,8 @@ COMPILE_S, COMPILE_S_PER_LAYER = 1.0, 0.1
 """The time that compiling is assumed to take, in all and for each module with parameters of its own."""
 SETTLED_STEPS = 3
 """Steps of the engine without a compilation, before it is compared."""
+TRIAL_STEPS = 30
+"""Steps of the engine after which the trial of generated kernels is not waited for any more."""
 MOST_PAIRS = 12
 """Pairs of steps after which the median decides in any case."""
 TIE_RATIO = 1.01
@@ -75,7 +77,7 @@ class EagerComparison:
         self._is_in_eager = False
         self._under_way: list[tuple[Step, bool]] = []
         """Steps whose times are not known yet; with True for those in eager mode."""
-        self._steps, self._compilations, self._since_compilation = 0, 0, 0
+        self._steps, self._compilations, self._kernels, self._since_compilation = 0, 0, 0, 0
         self._eager_seconds: deque[float] = deque(maxlen=PAIRS_KEPT)
         report.off(FEATURE, self._why_not or "no step has been compared yet")
 
@@ -134,12 +136,17 @@ class EagerComparison:
 
     def _is_eager_turn(self) -> bool:
         """True if eager mode runs the next step; the first comparison waits until the engine compiles no more."""
-        if not self._turns.is_decided and self._since_compilation < SETTLED_STEPS:
+        if not self._turns.is_decided and self._since_compilation < (TRIAL_STEPS if self._tries_kernels else SETTLED_STEPS):
             return False
         if self._turns.is_due and (reason := self._no_room()):
             self._give_up(reason)
             return False
         return self._turns.next_is_eager()
+
+    @property
+    def _tries_kernels(self) -> bool:
+        """True while segments run with and without generated kernels in turn."""
+        return self._report.counters[KERNELS_READY] > self._report.counters[KERNELS_TRIED]
 
     def _no_room(self) -> str:
         """Return why memory might not suffice for a step of eager mode; empty if it will."""
@@ -151,6 +158,10 @@ class EagerComparison:
     def _note_compilations(self, step: Step) -> None:
         counters = self._report.counters
         compilations = counters["compilations"] + counters[GRAPHS_LOADED]
+        kernels = counters[KERNELS_READY] + counters[KERNELS_TRIED]
+        if kernels != self._kernels:
+            self._kernels, self._since_compilation = kernels, 0
+            self._turns.begin_anew()
         if compilations != self._compilations:
             self._compilations, self._since_compilation = compilations, 0
             self._eager_bytes = max(self._eager_bytes, self._captured_bytes)
@@ -243,6 +254,12 @@ class Turns:
         self._pace: deque[float] = deque(maxlen=PACE_STEPS)
         self._pace_before: float | None = None
         self._wait = 0
+
+    def begin_anew(self) -> None:
+        """Forget the decision, since the engine's steps have become faster."""
+        self.is_decided, self._is_open, self._compares = False, True, True
+        self._pending, self._last = [], {}
+        self._ratios.clear()
 
     @property
     def is_due(self) -> bool:

@@ -29,6 +29,11 @@ class Frame:
         self._strides = SizeFunction(expression(stride) for fake in fakes for stride in fake.stride())
         self._readers = list(readers)
 
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """Returns the sizes that it depends on."""
+        return self._strides.sizes
+
     @contextmanager
     def open(self, tensors: list[torch.Tensor], symbols: Symbols) -> Iterator[OrtValue]:
         """Yields the frame as an input of the session. The list is emptied: the frame holds the tensors alone.

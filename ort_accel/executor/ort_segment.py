@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -103,7 +104,18 @@ class OrtSegment:
         self._size_inputs = model.sizes
         self._fallback = fallback
         self._given_up = False
-        self._record = record or Segment(name, Runner.ORT, {})
+        self.record = record or Segment(name, Runner.ORT, {})
+
+    def with_model(self, model: Model, fallback: Fallback, keeps_address: Callable[[fx.Node], bool]) -> OrtSegment:
+        """Returns a segment that computes the same by another model."""
+        sessions, _, _, _, name = self._session_arguments
+        return OrtSegment(model, sessions, keeps_address, fallback, name, self.record, self._frees_inputs)
+
+    def fingerprint(self) -> str:
+        """Returns a digest of the model and of the sizes that it gets."""
+        _, content, names, outputs, _ = self._session_arguments
+        sizes = self._sizes.sizes, None if self._frame is None else self._frame.sizes
+        return hashlib.sha256(content + repr((names, outputs, sizes)).encode()).hexdigest()
 
     def _create_session(self) -> None:
         """Creates what cannot be pickled."""
@@ -132,10 +144,10 @@ class OrtSegment:
             if self._gives_inputs_away and not tensors:
                 raise RuntimeError(f"a backward failed in ONNX Runtime: {error}") from error
             replacement = self._by_pytorch(error, tensors, symbols)
-            self._record.runner = Runner.PYTORCH
+            self.record.runner = Runner.PYTORCH
             self._given_up = not self._fallback.tries_ort_again(error)
             return replacement
-        self._record.runner = Runner.ORT
+        self.record.runner = Runner.ORT
         for position, order in self._permuted:
             results[position] = results[position].permute(order)
         return results

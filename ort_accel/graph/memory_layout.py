@@ -34,6 +34,14 @@ def _is_dense(fake: torch.Tensor, long_dims: Sequence[int]) -> bool:
     return True
 
 
+def have_same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors of the same sizes lie alike in memory. Dimensions with one entry do not matter."""
+    return all(
+        expression(size) == 1 or expression(stride) == expression(wanted)
+        for size, stride, wanted in zip(one.shape, one.stride(), other.stride(), strict=True)
+    )
+
+
 def reverse(order: Order) -> Order:
     """Returns the inverse permutation."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))

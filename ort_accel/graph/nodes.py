@@ -39,6 +39,14 @@ def op_name(node: fx.Node) -> str:
     return str(node.target)
 
 
+def is_operator(name: str) -> bool:
+    """True if PyTorch has an operator of this name: `aten.gelu`, `aten.gelu.default`."""
+    found: object = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is not None
+
+
 def user_line(node: fx.Node) -> str:
     """Returns the model's line that made a node (`modeling_bert.py:233: x = self.dense(x)`), else PyTorch's."""
     trace = node.meta.get("stack_trace") or ""

@@ -50,6 +50,8 @@ class KernelCall:
 
     name: str
     arguments: Sequence[KernelArgument]
+    reads_any_layout: bool = False
+    """The kernel reads tensors with the strides that they have in the graph, instead of contiguous ones."""
 
 
 Calls: TypeAlias = Mapping[fx.Node, KernelCall | None]

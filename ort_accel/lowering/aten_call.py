@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ort_accel.graph.memory_layout import is_plain
+from ort_accel.graph.memory_layout import have_same_strides, is_plain
 from ort_accel.graph.nodes import CHECKS, fakes_in, is_data_dependent, is_getitem, is_view, is_watch_call, writes
 from ort_accel.graph.symbolic_sizes import expression
 from ort_accel.kernels import number_ops
@@ -32,7 +32,7 @@ from ort_accel.lowering.call_program import (
     joined,
     whole,
 )
-from ort_accel.lowering.onnx_graph import DTYPES, OnnxGraph, describe
+from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, describe
 
 DOMAIN, ATEN_CALL, KERNEL_CALL = "ort_accel", "AtenCall", "KernelCall"
 
@@ -223,10 +223,21 @@ class CallWriter:
         """Returns the tensors that a kernel reads: contiguous, unless the kernel gets their strides."""
         with_strides = {argument.node for argument in call.arguments if isinstance(argument, Stride)}
         tensors = {node: self._strided(node) for node in call.arguments if isinstance(node, fx.Node)}
+        if call.reads_any_layout:
+            return {node: self._as_in_graph(tensor, node.meta["val"]) for node, tensor in tensors.items()}
         for node, tensor in tensors.items():
             if not is_plain(tensor.fake) and (node not in with_strides or expression(tensor.fake.stride(-1)) != 1):
                 tensors[node] = self.copy(tensor, tensor.fake.new_empty(tensor.fake.shape))
         return tensors
+
+    def _as_in_graph(self, tensor: Strided, fake: torch.Tensor) -> Strided:
+        """Returns a tensor with the strides that it has in the graph."""
+        if have_same_strides(tensor.fake, fake):
+            return tensor
+        copied = self.copy(tensor, dense(fake))
+        if not have_same_strides(copied.fake, fake):
+            raise NotLowerable("a kernel reads a tensor with gaps, which lies elsewhere without them")
+        return copied
 
     def copy(self, source: Strided, layout: torch.Tensor) -> Strided:
         """Writes a copy of a view into memory of its own, in the order of `layout`."""

@@ -93,6 +93,8 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.ort_accel_release.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     library.ort_accel_kernel.restype = ctypes.c_void_p
     library.ort_accel_kernel.argtypes = (ctypes.c_char_p, ctypes.c_int)
+    library.ort_accel_add_kernel.restype = None
+    library.ort_accel_add_kernel.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
     return library
 
 

@@ -1,6 +1,7 @@
 // The table of kernels, by name and instruction set, and its C interface, by which tests and Python call kernels alone.
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <string>
 
 #include "kernels/kernel.h"
@@ -25,6 +26,11 @@ std::map<std::string, Variants>& table() {
   return kernels;
 }
 
+std::mutex& guard() {
+  static std::mutex mutex;
+  return mutex;
+}
+
 int best_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -38,6 +44,7 @@ int best_level() {
 }
 
 Variant variant(const char* name, int level) {
+  const std::lock_guard<std::mutex> lock(guard());
   const auto found = table().find(name);
   if (found == table().end()) return {};
   for (int at = level; at >= 0; --at) {
@@ -54,6 +61,7 @@ void (*run_in_parallel)(int64_t, int64_t, Range, void*) = run_serially;
 bool (*multiply_matrices)(const Matrix&, const Matrix&, const Matrix*, const Matrix&, int64_t) = nullptr;
 
 KernelEntry::KernelEntry(const char* name, int level, void* function, PackedKernel packed) {
+  const std::lock_guard<std::mutex> lock(guard());
   table()[name].by_level[level] = {function, packed};
 }
 
@@ -71,6 +79,11 @@ EXPORT int ort_accel_level() { return ort_accel::best_level(); }
 
 /// A kernel's address in the variant of a level, or of the next lower one; null if there is no such kernel.
 EXPORT void* ort_accel_kernel(const char* name, int level) { return ort_accel::variant(name, level).function; }
+
+/// Makes a kernel of another library known under a name, to sessions that are created from now on.
+EXPORT void ort_accel_add_kernel(const char* name, void* function) {
+  ort_accel::KernelEntry(name, 0, function, reinterpret_cast<ort_accel::PackedKernel>(function));
+}
 
 /// True if the library has kernels that were compiled for a level.
 EXPORT bool ort_accel_has_level(int level) {

@@ -134,20 +134,14 @@ def test_the_report_describes_the_cuda_device(runtime, monkeypatch):
     assert found["engine.provider_options"].effect == "use_tf32 0"
     assert found["memory.external_allocator"].state is State.APPLIED
     assert found["compute.conv_algorithm"].effect == "cuDNN searches for kernels: heuristic"
-    assert "generates no Triton kernels" in found["compute.triton.enabled"].reason
+    assert found["compute.generated.enabled"].reason == "for the CPU; the model is on a CUDA device"
 
 
 def test_the_report_says_which_keys_are_for_cuda():
     found = ort_accel.report(ort_accel.accelerate(nn.Linear(2, 2))).features
-    for path in ("memory.external_allocator", "compute.conv_algorithm", "compute.triton.enabled"):
+    for path in ("memory.external_allocator", "compute.conv_algorithm"):
         assert found[path].state is State.OFF
         assert found[path].reason == "for CUDA devices; the model is on the CPU"
-
-
-@pytest.mark.parametrize("triton", [{"enabled": True}, {"ops_file": "ops.json"}])
-def test_asking_for_triton_kernels_is_an_error_that_says_why(triton):
-    with pytest.raises(ConfigError, match=r"compute\.triton\.\w+: ort_accel generates no Triton kernels: .* remove"):
-        ort_accel.accelerate(nn.Linear(2, 2), {"compute": {"triton": triton}})
 
 
 def test_a_model_that_was_moved_after_set_up_raises():

@@ -58,8 +58,10 @@ def test_every_key_has_a_row_or_declares_that_it_needs_none():
 
 
 def test_a_value_that_cannot_be_obeyed_is_an_error():
-    with pytest.raises(ConfigError, match=r"compute.triton.enabled: ort_accel generates no Triton kernels"):
-        ort_accel.accelerate(nn.Linear(2, 2), {"compute": {"triton": {"enabled": True}}})
+    with pytest.raises(ConfigError, match=r"compute.generated.enabled: true, and no kernels can be generated: steps must"):
+        ort_accel.accelerate(
+            nn.Linear(2, 2), {"compute": {"generated": {"enabled": True}}, "engine": {"deterministic": True}}
+        )
 
 
 def test_the_report_says_what_each_key_does(tmp_path):

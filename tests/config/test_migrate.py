@@ -52,8 +52,8 @@ ONE_TO_ONE = [
     ("ENABLE_MEM_EFFICIENT_GRAD_MGMT", "1", "memory.early_gradient_release", True),
     ("ENABLE_ZERO_STAGE3", "1", "distributed.zero3", "auto"),
     ("ENABLE_ZERO_STAGE3", "0", "distributed.zero3", False),
-    ("USE_TRITON", "1", "compute.triton.enabled", "auto"),
-    ("USE_TRITON", "0", "compute.triton.enabled", False),
+    ("USE_TRITON", "1", "compute.generated.enabled", "auto"),
+    ("USE_TRITON", "0", "compute.generated.enabled", False),
     ("ENABLE_TUNING", "1", "compute.tuning.enabled", True),
     ("USE_FLASH_ATTENTION", "1", "compute.attention", "flash"),
     ("USE_EFFICIENT_ATTENTION", "1", "compute.attention", "efficient"),
@@ -132,15 +132,14 @@ def test_gradient_management_stays_off_without_custom_autograd_as_upstream_did()
     assert config.memory.early_gradient_release is False
 
 
-@pytest.mark.parametrize("switch", ["0", "1"])
-def test_variables_of_triton_kernels_are_left_out_with_the_reason(switch):
-    asked = {"USE_TRITON": switch, "TRITON_DEBUG": "1", "TRITON_CONFIG_FILE": "ops.json"}
-    triton = config_of(**asked).compute.triton
-    assert (triton.debug, triton.ops_file) == (False, None)
-    text = yaml_of(**asked)
-    for name in ("TRITON_DEBUG=1", "TRITON_CONFIG_FILE=ops.json"):
-        assert f"{name}: ort_accel generates no Triton kernels" in " ".join(text.replace("\n#  ", "").split())
-    assert "installed" not in text
+def test_variables_of_generated_kernels_are_obeyed_where_they_have_a_counterpart():
+    asked = {"USE_TRITON": "1", "TRITON_DEBUG": "1", "TRITON_CONFIG_FILE": "ops.json"}
+    generated = config_of(**asked, SAVE_ONNX_PATH="models").compute.generated
+    assert (generated.enabled, generated.debug, generated.ops_file) == ("auto", True, None)
+    text = " ".join(yaml_of(**asked).replace("\n#  ", "").split())
+    assert "TRITON_DEBUG=1: kernels are kept beside saved models" in text
+    assert "TRITON_CONFIG_FILE=ops.json: it lists ONNX operators" in text
+    assert not config_of(USE_TRITON="0", TRITON_DEBUG="1", SAVE_ONNX_PATH="models").compute.generated.debug
 
 
 def test_the_folder_of_tuning_results_becomes_a_file_in_it():

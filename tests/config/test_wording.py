@@ -11,10 +11,11 @@ from ort_accel.config import Config, ConfigError, load_config
 LOCATED = {
     "misspelt key": ("memory:\n  lvel: 1\n", "x.yaml:2:3: memory.lvel: unknown key; did you mean memory.level? allowed: level, plans,"),
     "key of another section": ("level: 1\n", "x.yaml:1:1: level: unknown key; did you mean memory.level? allowed: version, engine"),
+    "key with another name": ("compute:\n  triton: {enabled: true}\n", "x.yaml:2:3: compute.triton: this key was removed: kernels are generated on the CPU, too, and are set by compute.generated"),
     "removed key": ("engine:\n  skip_checks: true\n", "x.yaml:2:3: engine.skip_checks: this key was removed: with it, a model that changed"),
     "key with hyphens": ("engine:\n  cache-dir: x\n", "x.yaml:2:3: engine.cache-dir: unknown key; did you mean engine.cache_dir?"),
     "dotted key": ("memory.level: 1\n", "x.yaml:1:1: memory.level: unknown key; did you mean level: inside of memory:?"),
-    "key in the third level": ("compute:\n  triton: {enbled: true}\n", "x.yaml:2:12: compute.triton.enbled: unknown key; did you mean compute.triton.enabled?"),
+    "key in the third level": ("compute:\n  tuning: {enbled: true}\n", "x.yaml:2:12: compute.tuning.enbled: unknown key; did you mean compute.tuning.enabled?"),
     "yes": ("observe: {memory_stats: yes}\n", "x.yaml:1:25: observe.memory_stats: the text 'yes' is not allowed; did you mean true? allowed: true, false"),
     "Off": ("density: {labels: Off}\n", "x.yaml:1:19: density.labels: the text 'Off' is not allowed; did you mean false? allowed: auto, true, false"),
     "quoted boolean": ("density: {inspect: 'true'}\n", "x.yaml:1:20: density.inspect: the text 'true' is not allowed; did you mean true without quotes?"),

@@ -1,6 +1,6 @@
 """One file a section of the YAML, of the section's name."""
 
-from ort_accel.config.sections.compute import Compute, Triton, Tuning
+from ort_accel.config.sections.compute import Compute, Generated, Tuning
 from ort_accel.config.sections.data import Data, Packing
 from ort_accel.config.sections.density import Density
 from ort_accel.config.sections.distributed import Distributed, LoadBalancing
@@ -19,12 +19,12 @@ __all__ = [
     "Distributed",
     "Engine",
     "Fp16",
+    "Generated",
     "LoadBalancing",
     "Memory",
     "Observe",
     "Optimizer",
     "Packing",
     "Precision",
-    "Triton",
     "Tuning",
 ]

@@ -11,32 +11,33 @@ from ort_accel.config.values import FilePath, Section, Switch
 from ort_accel.reporting import State
 
 
-class Triton(Section):
-    """Generated kernels for element-wise and reduction parts (cuda only). There is no generator yet: a file that asks
-    for them is refused."""
+class Generated(Section):
+    """Kernels that are generated while a model trains: one for several neighbouring operators that no library has a
+    kernel for (cpu only)."""
 
-    enabled: Annotated[Switch, cuda_only(True, "write auto or false")] = "auto"
-    """Generate Triton kernels. `auto` and `false` leave those parts to ONNX Runtime's own kernels; `true` is an error
-    until there is a generator."""
+    enabled: Switch = "auto"
+    """Let PyTorch's Inductor write such kernels. They are compiled in the background, and a segment uses them once
+    they are there and its runs with them are faster. `auto` begins when a segment has run for ten seconds, `true` at
+    once, and `true` is an error where no kernels can be generated."""
 
     ops_file: Annotated[
         FilePath | None,
         conflict(
             lambda file, enabled: file is not None and enabled is False,
-            "nothing is generated for these operators while compute.triton.enabled is false; write auto or true there",
-            "compute.triton.enabled",
+            "nothing is generated for these operators while compute.generated.enabled is false; write auto or true there",
+            "compute.generated.enabled",
         ),
         NO_ROW,
     ] = None
-    """A JSON file that lists the ONNX operators to generate kernels for, with versions and conditions. `null` takes all
-    that are supported."""
+    """A JSON file with a list of the operators that generated kernels may contain, such as `["aten.mul.Tensor"]`.
+    `null` takes all that are supported."""
 
     debug: Annotated[
         bool,
         conflict(
             lambda debug, enabled: debug and enabled is False,
-            "there are no kernels to keep while compute.triton.enabled is false; write auto or true there",
-            "compute.triton.enabled",
+            "there are no kernels to keep while compute.generated.enabled is false; write auto or true there",
+            "compute.generated.enabled",
         ),
         conflict(
             lambda debug, folder: debug and folder is None,
@@ -45,7 +46,10 @@ class Triton(Section):
         ),
         NO_ROW,
     ] = False
-    """Keep the generated kernels' source beside the saved models."""
+    """Keep the generated kernels' C++, and the operators that they compute, beside the saved models."""
+
+    workers: Annotated[int, Field(ge=1, le=16), NO_ROW] = 1
+    """The most processes that compile kernels at once. They run at the lowest priority."""
 
 
 class Tuning(Section):
@@ -126,6 +130,6 @@ class Compute(Section):
     `compute_loss_func`) together with the model, so that rows without a label need not be computed. `auto` does so
     where nothing speaks against it, `true` makes that an error. An overridden `compute_loss` stays outside."""
 
-    triton: Triton = Triton()
+    generated: Generated = Generated()
 
     tuning: Tuning = Tuning()

@@ -1,0 +1,122 @@
+"""Compiles clusters in a process of its own, and makes their kernels known to sessions."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from ort_accel.errors import OrtAccelError
+from ort_accel.generated.clusters import Cluster
+from ort_accel.generated.worker import REQUEST, RESULT, SOURCE, Outcome, Request
+from ort_accel.native.library import native_library
+
+LIBRARY = Path(SOURCE).with_suffix(".so").name
+MOST_SECONDS = 600
+"""The time after which a compilation is given up."""
+
+_RUNNING: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
+_LOADED: list[ctypes.CDLL] = []
+"""Libraries of kernels, which stay loaded as long as the process."""
+
+
+class NoKernels(OrtAccelError):
+    """Raised if the background process ends without kernels."""
+
+
+def why_no_compiler() -> str:
+    """Returns the reason why no kernel can be compiled; empty if there is a C++ compiler."""
+    compilers = [os.environ.get("CXX", ""), "g++", "clang++"]
+    return "" if any(map(shutil.which, filter(None, compilers))) else "there is no C++ compiler; install g++"
+
+
+def compile_clusters(clusters: Mapping[str, Cluster], sources: Path | None) -> tuple[bytes, dict[str, Outcome]]:
+    """Returns the library of kernels for clusters, by the kernels' names, and the outcome for each of them.
+
+    `sources` is a folder that keeps the kernels' C++.
+    """
+    with TemporaryDirectory(prefix="ort_accel-") as name:
+        folder = Path(name)
+        requests = [asdict(Request(name, each.source, each.hints)) for name, each in clusters.items()]
+        (folder / REQUEST).write_text(json.dumps({"threads": torch.get_num_threads(), "clusters": requests}))
+        _run(folder)
+        outcomes = {name: Outcome(**item) for name, item in json.loads((folder / RESULT).read_text()).items()}
+        if sources is not None:
+            _keep_sources(folder, sources, clusters)
+        library = folder / LIBRARY
+        return library.read_bytes() if library.exists() else b"", outcomes
+
+
+def _run(folder: Path) -> None:
+    command = [sys.executable, "-m", "ort_accel.generated.worker", str(folder)]
+    environment = os.environ | {"TORCHINDUCTOR_VEC_ISA_OK": "1", "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join(filter(None, [_PROJECT, os.environ.get("PYTHONPATH", "")]))
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment | {"PYTHONPATH": path}
+        )
+        _RUNNING.add(process)
+        try:
+            process.wait(MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise NoKernels(f"compiling took more than {MOST_SECONDS} s") from None
+        finally:
+            process.kill()
+            process.wait()
+    if process.returncode or not (folder / RESULT).exists():
+        lines = (folder / "log").read_text(errors="replace").strip().splitlines()
+        raise NoKernels(f"the compiling process ended with {process.returncode}: {lines[-1] if lines else 'no words'}")
+
+
+_PROJECT = str(Path(__file__).parents[2])
+
+
+def _keep_sources(folder: Path, sources: Path, clusters: Mapping[str, Cluster]) -> None:
+    sources.mkdir(parents=True, exist_ok=True)
+    first = next(iter(clusters))
+    shutil.copyfile(folder / SOURCE, sources / f"{first}.cpp")
+    for name, cluster in clusters.items():
+        (sources / f"{name}.py").write_text(cluster.source)
+
+
+def load_kernels(library: bytes, names: Sequence[str]) -> None:
+    """Load a library, and make its kernels known to the sessions that are created from now on."""
+    native = native_library()
+    assert native is not None
+    with TemporaryDirectory(prefix="ort_accel-") as folder:
+        path = Path(folder) / LIBRARY
+        path.write_bytes(library)
+        loaded = ctypes.CDLL(str(path))  # stays mapped without its file
+    _LOADED.append(loaded)
+    for name in names:
+        address = ctypes.cast(loaded[name], ctypes.c_void_p)
+        native.ort_accel_add_kernel(name.encode(), address)
+
+
+@cache
+def build_version() -> str:
+    """Returns what a kernel depends on beside its cluster: torch, the processor, and what writes kernels."""
+    own = b"".join((Path(__file__).parent / name).read_bytes() for name in ("clusters.py", "inductor.py", "worker.py"))
+    flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[-1].splitlines()[0] if Path("/proc/cpuinfo").exists() else ""
+    return f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {flags} {own.hex()}"
+
+
+def _end_processes() -> None:
+    for process in list(_RUNNING):
+        if process.poll() is None:
+            process.kill()
+
+
+atexit.register(_end_processes)

@@ -1,0 +1,347 @@
+"""Finds clusters of a segment's operators, and replaces each by one call of a generated kernel.
+
+A cluster is a connected part of the graph, of operators that a generated kernel computes in one pass over memory:
+element-wise operators, reductions, norms, softmax and copies. Matrix products, random numbers and operators with a
+kernel of the native library lie between clusters. No path leaves a cluster and enters it again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._sympy.printers import PythonPrinter
+
+from ort_accel.graph.memory_layout import is_plain, permuted_order
+from ort_accel.graph.meta_keys import RUNS_AFTER
+from ort_accel.graph.nodes import fakes_in, is_data_dependent, is_getitem, is_random, is_size, is_view, op_name, writes
+from ort_accel.graph.symbolic_sizes import expression, hint, hinted_bytes
+from ort_accel.kernels.kernel_call import Calls
+
+aten = torch.ops.aten
+
+REDUCTIONS = {
+    aten._log_softmax,
+    aten._log_softmax_backward_data,
+    aten._softmax,
+    aten._softmax_backward_data,
+    aten.all,
+    aten.amax,
+    aten.amin,
+    aten.any,
+    aten.mean,
+    aten.native_batch_norm_backward,
+    aten.native_group_norm,
+    aten.native_group_norm_backward,
+    aten.native_layer_norm,
+    aten.native_layer_norm_backward,
+    aten.sum,
+    aten.var,
+    aten.var_mean,
+}
+COPIES = {
+    aten._to_copy,
+    aten.cat,
+    aten.clone,
+    aten.constant_pad_nd,
+    aten.flip,
+    aten.glu,
+    aten.repeat,
+    aten.roll,
+    aten.select_backward,
+    aten.select_scatter,
+    aten.slice_backward,
+    aten.slice_scatter,
+    aten.stack,
+    aten.tril,
+    aten.triu,
+}
+CREATIONS = {aten.arange, aten.full, aten.full_like, aten.ones, aten.scalar_tensor, aten.zeros, aten.zeros_like}
+"""Operators that read no memory. Each cluster that needs their results computes them itself."""
+
+TYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8}
+
+SIMPLE_KERNELS = {"add"}
+"""Kernels of the native library that do no more than one element-wise operator does."""
+
+MIN_NODES = 2
+MIN_SAVED_BYTES = 1 << 19
+"""The traffic to memory that a cluster must save, at the sizes of the capture."""
+MAX_NODES = 4000
+"""A larger cluster takes too long to compile."""
+
+
+@dataclass
+class Cluster:
+    """Operators that one generated kernel computes."""
+
+    nodes: list[fx.Node]
+    """In the order of the graph."""
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+    saved_bytes: int
+    source: str = ""
+    """A Python module with the functions `inputs`, `outputs` and `cluster`, which describes it. Equal clusters have
+    equal modules."""
+    symbols: list[torch.SymInt] = field(default_factory=list)
+    """The sizes that the kernel gets, in the order of the module's symbols."""
+
+    @property
+    def hints(self) -> dict[str, int]:
+        """Returns the symbols' values at the sizes of the capture."""
+        return {f"s{at}": hint(symbol) for at, symbol in enumerate(self.symbols)}
+
+
+class NotDescribable(Exception):
+    """Raised for a cluster with an argument that a module cannot name."""
+
+
+def is_free(node: fx.Node) -> bool:
+    """True for views, parts of results and constant tensors, which every reader makes for itself."""
+    if is_getitem(node) or is_size(node):
+        return True
+    return is_view(node) or getattr(node.target, "overloadpacket", None) in CREATIONS
+
+
+def find_clusters(
+    nodes: Sequence[fx.Node], wanted: Collection[fx.Node], called: Calls, operators: Collection[str] | None = None
+) -> list[Cluster]:
+    """Returns the clusters of a segment that save enough memory traffic, described.
+
+    They contain only these operators, such as `aten.mul.Tensor`, if some are given.
+    """
+    found: list[Cluster] = []
+    for members in _components(nodes, called, operators):
+        if MIN_NODES <= len(members) <= MAX_NODES:
+            cluster = _cluster(members, nodes, wanted, called)
+            if cluster.saved_bytes < MIN_SAVED_BYTES or not cluster.outputs:
+                continue
+            try:
+                _Description(cluster).write()
+            except NotDescribable:
+                continue
+            found.append(cluster)
+    return found
+
+
+def _is_eligible(node: fx.Node, called: Calls) -> bool:
+    if node.op != "call_function" or is_free(node) or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    packet = node.target.overloadpacket
+    is_known = torch.Tag.pointwise in node.target.tags or packet in REDUCTIONS or packet in COPIES
+    if not is_known or is_random(node) or writes(node) or is_data_dependent(node):
+        return False
+    kernel = called.get(node)
+    if kernel is not None and kernel.name not in SIMPLE_KERNELS:
+        return False
+    tensors = fakes_in([item.meta.get("val") for item in node.all_input_nodes]) + fakes_in(node.meta.get("val"))
+    return all(each.dtype in TYPES and each.device.type == "cpu" for each in tensors)
+
+
+def sources_of(node: fx.Node, called: Calls) -> Iterator[fx.Node]:
+    """Yields the nodes whose results a node reads: through what is free, and by the kernel that computes it."""
+    kernel = called.get(node)
+    read = node.all_input_nodes if kernel is None else [item for item in kernel.arguments if isinstance(item, fx.Node)]
+    pending = list(read)
+    while pending:
+        source = pending.pop()
+        if is_free(source):
+            pending += source.all_input_nodes
+        else:
+            yield source
+
+
+def _components(
+    nodes: Sequence[fx.Node], called: Calls, operators: Collection[str] | None
+) -> list[list[fx.Node]]:
+    """Returns the connected groups of eligible nodes with equal depth.
+
+    The depth grows on the way through a node that is not eligible, so that no path re-enters a group.
+    """
+    named = {node.name: node for node in nodes}
+    depth: dict[fx.Node, int] = {}
+    root: dict[fx.Node, fx.Node] = {}
+
+    def find(node: fx.Node) -> fx.Node:
+        while root[node] is not node:
+            root[node] = node = root[root[node]]
+        return node
+
+    for node in nodes:
+        if is_free(node) or node.op != "call_function":
+            continue
+        is_member = _is_eligible(node, called) and (operators is None or op_name(node) in operators)
+        sources = [source for source in sources_of(node, called) if source in depth]
+        depths = [depth[source] + (source in root and not is_member) for source in sources]
+        waits = [named[name] for name in node.meta.get(RUNS_AFTER, ()) if name in named]
+        depth[node] = max([*depths, *(depth[other] + 1 for other in waits if other in depth)], default=0)
+        if is_member:
+            root[node] = node
+            for source in sources:
+                if source in root and depth[source] == depth[node]:
+                    root[find(source)] = find(node)
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    for node in root:
+        groups.setdefault(find(node), []).append(node)
+    return list(groups.values())
+
+
+def _cluster(
+    members: list[fx.Node], nodes: Sequence[fx.Node], wanted: Collection[fx.Node], called: Calls
+) -> Cluster:
+    own = set(members)
+    inputs = dict.fromkeys(value for node in members for value in _values_read(node, own))
+    readers = [node for node in nodes if node not in own and not is_free(node) and node.op == "call_function"]
+    read = {value for node in readers for value in _results_read(node, own, called)}
+    read |= {value for node in wanted for value in _through_free(node, own)}
+    order = {node: at for at, node in enumerate(members)}
+    outputs = sorted(read, key=lambda value: (order[_producer(value)], value.name))
+    written = sum(_bytes(node) for node in members)
+    loaded = sum(_bytes(source) for node in members for source in sources_of(node, {}))
+    kept = sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))
+    return Cluster(members, list(inputs), outputs, written + loaded - kept)
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(map(hinted_bytes, fakes_in(node.meta.get("val"))))
+
+
+def _producer(value: fx.Node) -> fx.Node:
+    return value.args[0] if is_getitem(value) else value  # type: ignore[return-value]
+
+
+def _is_part(value: fx.Node, own: Collection[fx.Node]) -> bool:
+    """True if a value is a result of one of these nodes."""
+    return value in own or (is_getitem(value) and value.args[0] in own)
+
+
+def _values_read(node: fx.Node, own: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """Yields the tensors from outside that a cluster needs for one of its nodes."""
+    pending = list(node.all_input_nodes)
+    while pending:
+        value = pending.pop(0)
+        if _is_part(value, own) or is_size(value):
+            continue
+        if is_free(value) and not is_getitem(value):
+            pending += value.all_input_nodes
+        elif is_getitem(value) and is_view(value.args[0]):  # type: ignore[arg-type]
+            pending += value.args[0].all_input_nodes  # type: ignore[union-attr]
+        else:
+            yield value
+
+
+def _results_read(node: fx.Node, own: Collection[fx.Node], called: Calls) -> Iterator[fx.Node]:
+    """Yields the results of a cluster that another node reads."""
+    kernel = called.get(node)
+    arguments = () if kernel is None else kernel.arguments
+    for source in [*node.all_input_nodes, *(item for item in arguments if isinstance(item, fx.Node))]:
+        yield from _through_free(source, own)
+
+
+def _through_free(value: fx.Node, own: Collection[fx.Node]) -> Iterator[fx.Node]:
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if _is_part(value, own):
+            yield value
+        elif is_free(value):
+            pending += value.all_input_nodes
+
+
+class _Description:
+    """Writes a cluster as a Python module."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._names: dict[fx.Node, str] = {node: f"a{at}" for at, node in enumerate(cluster.inputs)}
+        self._symbols: dict[sympy.Symbol, sympy.Symbol] = {}
+        self._sizes: list[torch.SymInt] = []
+        self._lines: list[str] = []
+        self._printer = PythonPrinter()
+
+    def write(self) -> None:
+        """Set the cluster's source and symbols; raises `NotDescribable`."""
+        cluster = self._cluster
+        if not all(_lies_without_gaps(node) for node in cluster.outputs):
+            raise NotDescribable("a result with gaps in memory")
+        for node in cluster.nodes:
+            self._name(node)
+        inputs, outputs = self._layouts(cluster.inputs), self._layouts(cluster.outputs)
+        results = "".join(f"{self._name(node)}, " for node in cluster.outputs)
+        symbols = [str(symbol) for symbol in self._symbols.values()]
+        given = ", ".join([*symbols, *map(self._name, cluster.inputs)])
+        cluster.symbols = self._sizes
+        cluster.source = "\n".join(
+            [
+                *_function("inputs", ", ".join(symbols), [f"return [{inputs}]"]),
+                *_function("outputs", ", ".join(symbols), [f"return [{outputs}]"]),
+                *_function("cluster", given, [*self._lines, f"return ({results})"]),
+            ]
+        )
+
+    def _name(self, node: fx.Node) -> str:
+        if node not in self._names:
+            if node.op != "call_function":
+                raise NotDescribable(node.op)
+            target = "operator.getitem" if is_getitem(node) else f"torch.ops.{node.target}"
+            arguments = [self._value(item) for item in node.args]
+            arguments += [f"{name}={self._value(item)}" for name, item in node.kwargs.items()]
+            name = f"n{len(self._names)}"
+            self._lines.append(f"{name} = {target}({', '.join(arguments)})")
+            self._names[node] = name
+        return self._names[node]
+
+    def _value(self, item: Any) -> str:
+        match item:
+            case fx.Node() if isinstance(item.meta.get("val"), int | torch.SymInt):
+                return self._size(item.meta["val"])
+            case fx.Node() if isinstance(item.meta.get("val"), torch.Tensor | tuple | list):
+                return self._name(item)
+            case list() | tuple():
+                return f"[{', '.join(map(self._value, item))}]"
+            case float() if not math.isfinite(item):
+                return f"float({str(item)!r})"
+            case torch.SymInt():
+                return self._size(item)
+            case None | bool() | int() | float() | str():
+                return repr(item)
+            case torch.dtype() | torch.memory_format() | torch.layout():
+                return str(item)
+            case torch.device():
+                return f"torch.device({item.type!r})"
+        raise NotDescribable(type(item).__name__)
+
+    def _size(self, size: int | torch.SymInt) -> str:
+        found = expression(size)
+        if isinstance(found, int):
+            return str(found)
+        assert isinstance(size, torch.SymInt)
+        for symbol in sorted(found.free_symbols, key=str):
+            if symbol not in self._symbols:
+                self._symbols[symbol] = sympy.Symbol(f"s{len(self._symbols)}", integer=True, positive=True)
+                env = size.node.shape_env
+                if symbol not in env.backed_var_to_val:
+                    raise NotDescribable("a size that follows from data")
+                self._sizes.append(env.create_symintnode(symbol, hint=int(env.backed_var_to_val[symbol])))
+        return self._printer.doprint(found.xreplace(self._symbols))
+
+    def _layouts(self, nodes: Sequence[fx.Node]) -> str:
+        return ", ".join(self._layout(node.meta["val"]) for node in nodes)
+
+    def _layout(self, fake: torch.Tensor) -> str:
+        shape, strides = ("".join(f"{self._size(size)}, " for size in sizes) for sizes in (fake.shape, fake.stride()))
+        return f"Layout({fake.dtype}, ({shape}), ({strides}))"
+
+
+def _lies_without_gaps(node: fx.Node) -> bool:
+    fake = node.meta["val"]
+    return is_plain(fake) or permuted_order(fake) is not None
+
+
+def _function(name: str, parameters: str, lines: Sequence[str]) -> list[str]:
+    return [f"def {name}({parameters}):", *(f"    {line}" for line in lines), ""]

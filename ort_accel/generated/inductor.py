@@ -1,0 +1,270 @@
+"""Lets PyTorch's Inductor write the C++ of a cluster.
+
+It uses what is private to torch: `GraphLowering`, the text that its Python wrapper consists of, `cpp_builder` and
+`pick_vec_isa`. Checked with torch 2.11 to 2.14. The wrapper is run once with stand-ins for its functions, which record
+the kernels that it would launch, in order, and the buffers that it would allocate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import sympy
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._inductor import config as inductor_config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.debug import DebugContext
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.printers import CppPrinter, PythonPrinter
+
+Size = int | sympy.Expr
+
+SETTINGS = {
+    "cpp.dynamic_threads": True,  # as many as PyTorch has when the kernel runs
+    "cpp.enable_kernel_profile": False,
+    "cpp_wrapper": False,
+    "graph_partition": False,
+    "size_asserts": False,
+}
+
+ALIGNMENT_BYTES = 64
+
+
+class CannotGenerate(Exception):
+    """Raised if Inductor writes something for a cluster that is not only kernels in C++."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The type, sizes and strides of a tensor of a cluster."""
+
+    dtype: torch.dtype
+    shape: Sequence[Any]
+    strides: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The C++ of a cluster: a function with the name of the cluster."""
+
+    text: str
+    conditions: list[str]
+    """Conditions on the symbols, in Python, under which it holds."""
+
+
+def write_source(
+    name: str,
+    run: Callable[..., Sequence[torch.Tensor]],
+    hints: Mapping[str, int],
+    inputs: Callable[..., Sequence[Layout]],
+    outputs: Callable[..., Sequence[Layout]],
+) -> Source:
+    """Returns the C++ of a cluster.
+
+    `run` takes the symbols and the tensors; `inputs` and `outputs` return layouts for the symbols.
+    """
+    env = ShapeEnv()
+    symbols = [_symbol(env, symbol, hint) for symbol, hint in hints.items()]
+    with FakeTensorMode(shape_env=env) as mode:
+        given = [torch.empty_strided(each.shape, each.strides, dtype=each.dtype) for each in inputs(*symbols)]
+        wanted = [tuple(each.strides) for each in outputs(*symbols)]
+        arguments = [*symbols, *given]
+        module = make_fx(run, decomposition_table=select_decomp_table())(*arguments)
+    output = module.graph.output_node()
+    output.meta["user_visible_output_idxs"] = list(range(len(wanted)))
+    output.meta["original_output_strides"] = wanted
+    graph = GraphLowering(module, example_inputs=arguments, shape_env=env)
+    with DebugContext(), V.set_fake_mode(mode), V.set_graph_handler(graph), inductor_config.patch(SETTINGS):
+        graph.run(*arguments)
+        wrapper, *_ = graph.codegen()
+    recorded = _Recorder(wrapper.value, len(given), hints).source(name, outputs)
+    names = {symbol.node.expr: sympy.Symbol(name) for symbol, name in zip(symbols, hints, strict=True)}
+    printer = PythonPrinter()
+    return Source(recorded, [printer.doprint(guard.expr.xreplace(names)) for guard in env.guards])
+
+
+def compile_library(source: Path) -> Path:
+    """Returns the library that the system's C++ compiler makes of a file, with the flags of Inductor's kernels."""
+    options = CppTorchOptions(vec_isa=pick_vec_isa(), warning_all=False)
+    builder = CppBuilder(name=source.stem, sources=str(source), output_dir=str(source.parent), BuildOption=options)
+    builder.build()
+    return Path(builder.get_target_file_path())
+
+
+def _symbol(env: ShapeEnv, name: str, hint: int) -> torch.SymInt:
+    source = ConstantSource(name)
+    symbol = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    found = env.create_symintnode(symbol, hint=hint, source=source)
+    assert isinstance(found, torch.SymInt)
+    return found
+
+
+@dataclass
+class _Buffer:
+    """Memory that the wrapper allocates or is given, or a view of it."""
+
+    name: str
+    layout: Layout
+    base: _Buffer | None = None
+    offset: Size = 0
+
+    def address(self, number: Callable[[Any], str]) -> str:
+        """Returns the C++ of the address of its first element."""
+        base = self.base or self
+        kind = _c_type(self.layout.dtype)
+        moved = base.name if self.base is None else f"({_c_type(base.layout.dtype)}*)({base.name}) + {number(self.offset)}"
+        return f"({kind}*)({moved})"
+
+
+class _Recorder:
+    """Runs Inductor's Python wrapper with stand-ins, and writes what it does as C++."""
+
+    def __init__(self, text: str, inputs: int, hints: Mapping[str, int]) -> None:
+        self._text, self._inputs, self._hints = text, inputs, hints
+        self._kernels: list[str] = []
+        self._lines: list[str] = []
+        self._buffers: list[_Buffer] = []
+        printer = CppPrinter()
+        self._number = lambda value: f"(int64_t)({printer.doprint(sympy.sympify(value))})"
+
+    def source(self, name: str, outputs: Callable[..., Sequence[Layout]]) -> str:
+        """Returns the C++ of a function under a name. Its arguments are the inputs, outputs and symbols."""
+        symbols = [sympy.Symbol(symbol, integer=True, positive=True) for symbol in self._hints]
+        given = [_Buffer(f"a[{at}].pointer", Layout(torch.uint8, (), ())) for at in range(self._inputs)]
+        results = self._run(name, [*symbols, *given])
+        self._place_results(results, outputs(*symbols))
+        scratch = [buffer for buffer in self._buffers if buffer.name.startswith("scratch")]
+        lines = [
+            *(
+                f"const int64_t {symbol} = a[{self._inputs + len(results) + at}].integer;"
+                for at, symbol in enumerate(symbols)
+            ),
+            *(f"const Scratch {each.name}({self._bytes(each.layout)});" for each in scratch),
+            *self._lines,
+        ]
+        body = "\n".join(f"  {line}" for line in lines)
+        function = f'extern "C" int64_t {name}(const Value* a) try {{\n{body}\n  return 0;\n}} catch (...) {{\n  return 1;\n}}\n'
+        return "\n".join([*self._kernels, function])
+
+    def _run(self, name: str, arguments: list[Any]) -> Sequence[_Buffer]:
+        """Runs the wrapper. Returns its results."""
+
+        def kernel(_: object, __: object, source: str, *___: object, **____: object) -> Callable[..., None]:
+            own = f"{name}_k{len(self._kernels)}"
+            if source.count(" kernel(") != 1:
+                raise CannotGenerate("a kernel of another form")
+            self._kernels.append(source.replace(" kernel(", f" {own}("))
+            return lambda *values: self._launch(own, values)
+
+        functions: dict[str, Any] = {"__name__": name}
+        with patch.object(AsyncCompile, "cpp_pybinding", kernel), patch.object(AsyncCompile, "wait", lambda *_: None):
+            exec(self._text, functions)
+        functions |= {
+            "empty_strided_cpu": self._allocate,
+            "assert_size_stride": lambda *_: None,
+            "reinterpret_tensor": self._view,
+        }
+        try:
+            return tuple(functions["call"](arguments))
+        except (AttributeError, NameError, TypeError) as error:  # a stand-in does not do what is asked of it
+            raise CannotGenerate(f"Inductor calls more than kernels: {error}") from error
+
+    def _allocate(self, shape: Sequence[Any], strides: Sequence[Any], dtype: torch.dtype) -> _Buffer:
+        buffer = _Buffer(f"scratch{len(self._buffers)}", Layout(dtype, tuple(shape), tuple(strides)))
+        self._buffers.append(buffer)
+        return buffer
+
+    def _view(self, source: _Buffer, shape: Sequence[Any], strides: Sequence[Any], offset: Any = 0) -> _Buffer:
+        layout = Layout(source.layout.dtype, tuple(shape), tuple(strides))
+        return _Buffer("", layout, source.base or source, source.offset + offset)
+
+    def _launch(self, kernel: str, values: Sequence[Any]) -> None:
+        """Notes a launch. Addresses are written at the end, when it is known which buffers are outputs."""
+        self._lines.append(_Launch(kernel, values))  # type: ignore[arg-type]
+
+    def _place_results(self, results: Sequence[_Buffer], wanted: Sequence[Layout]) -> None:
+        """Lets the buffers that the wrapper returns be the function's outputs, and writes the launches."""
+        seen: list[_Buffer] = []
+        for at, (result, layout) in enumerate(zip(results, wanted, strict=True)):
+            base = result.base or result if isinstance(result, _Buffer) else None
+            if base is None or base not in self._buffers or any(base is other for other in seen):
+                raise CannotGenerate("a result is not memory of its own")
+            if result.offset != 0 or result.layout.dtype != layout.dtype or not _same_layout(result.layout, layout):
+                raise CannotGenerate("a result lies in memory in another order")
+            base.name = f"a[{self._inputs + at}].pointer"
+            seen.append(base)
+        self._lines = [self._call(launch) for launch in self._lines]  # type: ignore[arg-type]
+
+    def _call(self, launch: _Launch) -> str:
+        values = [each.address(self._number) if isinstance(each, _Buffer) else self._number(each) for each in launch.values]
+        return f"call({launch.kernel}, {', '.join(values)});"
+
+    def _bytes(self, layout: Layout) -> str:
+        last = sum(((size - 1) * stride for size, stride in zip(layout.shape, layout.strides, strict=True)), 0)
+        return self._number((last + 1) * layout.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    kernel: str
+    values: Sequence[Any]
+
+
+def _same_layout(one: Layout, other: Layout) -> bool:
+    """True if tensors lie alike in memory. Strides of dimensions with one entry do not matter."""
+    if len(one.shape) != len(other.shape):
+        return False
+    return all(
+        sympy.simplify(size - wanted) == 0 and (size == 1 or sympy.simplify(stride - expected) == 0)
+        for size, wanted, stride, expected in zip(one.shape, other.shape, one.strides, other.strides, strict=True)
+    )
+
+
+def _c_type(dtype: torch.dtype) -> str:
+    from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
+
+    return DTYPE_TO_CPP[dtype]
+
+
+PREAMBLE = f"""
+#include <torch/csrc/inductor/cpp_prefix.h>
+#include <cstdlib>
+#include <new>
+
+union Value {{
+  int64_t integer;
+  double real;
+  void* pointer;
+}};
+
+/// Memory of the length of a call.
+struct Scratch {{
+  explicit Scratch(int64_t bytes)
+      : data(std::aligned_alloc({ALIGNMENT_BYTES}, (bytes + {ALIGNMENT_BYTES - 1}) / {ALIGNMENT_BYTES} * {ALIGNMENT_BYTES})) {{
+    if (!data && bytes > 0) throw std::bad_alloc();
+  }}
+  ~Scratch() {{ std::free(data); }}
+  template <typename T>
+  explicit operator T*() const {{ return static_cast<T*>(data); }}
+  void* data;
+}};
+
+/// Calls a kernel, whose parameters differ from the given ones in constness only.
+template <typename... Parameters, typename... Arguments>
+void call(void (*kernel)(Parameters...), Arguments... arguments) {{
+  kernel(Parameters(arguments)...);
+}}
+"""
+"""The beginning of a file of clusters."""

@@ -1,0 +1,205 @@
+"""The background process that compiles clusters: `python -m ort_accel.generated.worker FOLDER`.
+
+It reads `request.json` in the folder, and writes `kernels.cpp`, `kernels.so` and at last `result.json`. Each kernel is
+compared with PyTorch's operators on random tensors, and timed beside them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import operator
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ort_accel.files import write_aside
+
+REQUEST, RESULT, SOURCE = "request.json", "result.json", "kernels.cpp"
+
+NICENESS = 10
+TRIALS = 7
+MAX_BYTES = 1 << 30
+"""The most memory of a cluster's tensors at which it is tried."""
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""The allowed distance from PyTorch's results, as a share of the largest of them."""
+
+
+class Value(ctypes.Union):
+    """An argument of a kernel, as `native/kernels/kernel.h` declares it."""
+
+    _fields_ = (("integer", ctypes.c_int64), ("real", ctypes.c_double), ("pointer", ctypes.c_void_p))
+
+
+@dataclass
+class Request:
+    """A cluster to compile."""
+
+    name: str
+    source: str
+    hints: dict[str, int]
+
+
+@dataclass
+class Outcome:
+    """The outcome for a cluster."""
+
+    error: str = ""
+    conditions: list[str] = field(default_factory=list)
+    """Conditions on the symbols under which the kernel may run."""
+    eager_seconds: float = math.inf
+    generated_seconds: float = math.inf
+
+    @property
+    def is_faster(self) -> bool:
+        """True if the kernel gave PyTorch's results in less time."""
+        return not self.error and self.generated_seconds < self.eager_seconds
+
+
+class _Description:
+    """The functions of a cluster's module."""
+
+    def __init__(self, request: Request) -> None:
+        from ort_accel.generated.inductor import Layout
+
+        names: dict[str, Any] = {"torch": torch, "operator": operator, "math": math, "Layout": Layout}
+        exec(compile(request.source, request.name, "exec"), names)
+        self.run: Callable[..., Sequence[torch.Tensor]] = names["cluster"]
+        self.inputs: Callable[..., Sequence[Any]] = names["inputs"]
+        self.outputs: Callable[..., Sequence[Any]] = names["outputs"]
+
+
+def main(folder: Path) -> None:
+    """Compile the clusters of a folder's request."""
+    os.nice(NICENESS)
+    content = json.loads((folder / REQUEST).read_text())
+    torch.set_num_threads(content["threads"])
+    requests = [Request(**item) for item in content["clusters"]]
+    outcomes = {request.name: Outcome() for request in requests}
+    described: dict[str, _Description] = {}
+    texts: list[str] = []
+    from ort_accel.generated.inductor import PREAMBLE, compile_library, write_source
+
+    for request in requests:
+        outcome = outcomes[request.name]
+        try:
+            found = described[request.name] = _Description(request)
+            source = write_source(request.name, found.run, request.hints, found.inputs, found.outputs)
+            outcome.conditions = source.conditions
+            texts.append(source.text)
+        except Exception as error:  # Inductor raises errors of many kinds
+            outcome.error = f"{type(error).__name__}: {error}"
+    (folder / SOURCE).write_text(PREAMBLE + "".join(texts))
+    if texts:
+        library = ctypes.CDLL(str(compile_library(folder / SOURCE)))
+        for request in requests:
+            if not outcomes[request.name].error:
+                _try_out(library, request, described[request.name], outcomes[request.name])
+    write_aside(folder / RESULT, json.dumps({name: asdict(outcome) for name, outcome in outcomes.items()}).encode())
+
+
+def _try_out(library: ctypes.CDLL, request: Request, described: _Description, outcome: Outcome) -> None:
+    """Compare a kernel with PyTorch at the sizes of the capture and at others, and time both."""
+    kernel = library[request.name]
+    kernel.restype, kernel.argtypes = ctypes.c_int64, (ctypes.c_void_p,)
+    try:
+        outcome.error = _difference(kernel, described, request.hints)
+        for hints in _other_sizes(request.hints):
+            if not outcome.error and all(eval(text, {"math": math}, dict(hints)) for text in outcome.conditions):
+                outcome.error = _difference_where_valid(kernel, described, hints)
+        if not outcome.error:
+            outcome.eager_seconds, outcome.generated_seconds = _seconds(kernel, described, request.hints)
+    except Exception as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+
+
+def _other_sizes(hints: Mapping[str, int]) -> list[dict[str, int]]:
+    """Returns sizes at which a kernel for dynamic sizes is compared, too."""
+    return [{**hints, name: hint + 1} for name, hint in hints.items()]
+
+
+def _difference_where_valid(kernel: Any, described: _Description, hints: Mapping[str, int]) -> str:
+    """Returns how results differ at other sizes; nothing where PyTorch's operators do not fit them."""
+    try:
+        described.run(*hints.values(), *_tensors(described.inputs(*hints.values())))
+    except RuntimeError:
+        return ""
+    return _difference(kernel, described, hints)
+
+
+def _difference(kernel: Any, described: _Description, hints: Mapping[str, int]) -> str:
+    sizes = list(hints.values())
+    given, results = _tensors(described.inputs(*sizes)), _empty(described.outputs(*sizes))
+    if kernel(_packed(given, results, sizes)):
+        return "the kernel raised an error"
+    for at, (found, wanted) in enumerate(zip(results, described.run(*sizes, *given), strict=True)):
+        if found.shape != wanted.shape or found.dtype != wanted.dtype:
+            return f"result {at} has another type or shape"
+        if text := _distance(found, wanted):
+            return f"result {at} {text}"
+    return ""
+
+
+def _distance(found: torch.Tensor, wanted: torch.Tensor) -> str:
+    if not wanted.is_floating_point():
+        return "" if torch.equal(found, wanted) else "is not PyTorch's"
+    finite = wanted.isfinite()
+    if not torch.equal(found[~finite].nan_to_num(), wanted[~finite].nan_to_num()) or not found[finite].isfinite().all():
+        return "has other infinities or NaN"
+    one, other = found[finite].double(), wanted[finite].double()
+    scale = max(1.0, float(other.abs().max())) if other.numel() else 1.0
+    off = float((one - other).abs().max()) if other.numel() else 0.0
+    return "" if off <= TOLERANCE[wanted.dtype] * scale else f"is off by {off:.1e} of {scale:.1e}"
+
+
+def _seconds(kernel: Any, described: _Description, hints: Mapping[str, int]) -> tuple[float, float]:
+    """Returns the median times of PyTorch's operators and of the kernel, which take turns."""
+    sizes = list(hints.values())
+    given = _tensors(described.inputs(*sizes))
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(TRIALS):
+        began = time.perf_counter()
+        described.run(*sizes, *given)
+        times[0].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        results = _empty(described.outputs(*sizes))
+        kernel(_packed(given, results, sizes))
+        times[1].append(time.perf_counter() - began)
+    return median(times[0]), median(times[1])
+
+
+def _packed(given: Sequence[torch.Tensor], results: Sequence[torch.Tensor], sizes: Sequence[int]) -> ctypes.Array[Value]:
+    tensors = [Value(pointer=tensor.data_ptr()) for tensor in (*given, *results)]
+    return (Value * (len(tensors) + len(sizes)))(*tensors, *(Value(integer=size) for size in sizes))
+
+
+def _empty(layouts: Sequence[Any]) -> list[torch.Tensor]:
+    found = [torch.empty_strided(each.shape, each.strides, dtype=each.dtype) for each in layouts]
+    if sum(tensor.untyped_storage().nbytes() for tensor in found) > MAX_BYTES:
+        raise MemoryError("its tensors are too large to try it")
+    return found
+
+
+def _tensors(layouts: Sequence[Any]) -> list[torch.Tensor]:
+    """Returns random tensors: positive and negative numbers, small whole numbers, booleans."""
+    generator = torch.Generator().manual_seed(0)
+    found = _empty(layouts)
+    for tensor in found:
+        if tensor.is_floating_point():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        else:
+            tensor.copy_(torch.randint(0, 2 if tensor.dtype == torch.bool else 5, tensor.shape, generator=generator))
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
