@@ -14,7 +14,10 @@ from ort_accel.reporting import Report
 from ort_accel.runtime.sessions import Sessions
 
 DELAY_SECONDS = 10.0
-"""With `auto`, the time that a segment has run for when its kernels begin to be compiled."""
+"""With `auto`, the time that segments have run for when their kernels begin to be compiled."""
+
+LEAST_SHARE = 0.01
+"""With `auto`, the share of a segment's time that generated kernels must be able to save."""
 
 
 def why_none(settings: Settings) -> str:
@@ -51,6 +54,7 @@ def generator_for(settings: Settings, sessions: Sessions, report: Report) -> Gen
         report,
         workers=wish.workers,
         delay_seconds=0.0 if wish.enabled is True else DELAY_SECONDS,
+        least_share=0.0 if wish.enabled is True else LEAST_SHARE,
         operators=None if wish.ops_file is None else _operators(wish.ops_file),
         folder=engine.cache_dir,
         sources=engine.save_onnx if wish.debug else None,

@@ -92,7 +92,9 @@ def _keep_sources(folder: Path, sources: Path, clusters: Mapping[str, Cluster]) 
 
 
 def load_kernels(library: bytes, names: Sequence[str]) -> None:
-    """Load a library, and make its kernels known to the sessions that are created from now on."""
+    """Load a library, and make some of its kernels known to the sessions that are created from now on."""
+    if not names:
+        return
     native = native_library()
     assert native is not None
     with TemporaryDirectory(prefix="ort_accel-") as folder:

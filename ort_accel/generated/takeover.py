@@ -11,7 +11,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -44,6 +44,10 @@ TRIED_RUNS = 6
 """Timed runs of either way, before the faster one is chosen."""
 LEAST_GAIN = 0.99
 """The share of the former time that runs with generated kernels may take at most."""
+
+
+BYTES_A_SECOND, CALL_SECONDS = 1e10, 5e-6
+"""What saved memory traffic and saved calls are estimated to be worth."""
 
 
 def no_more(_: Exception) -> bool:
@@ -83,15 +87,19 @@ class Generator:
         report: Report,
         workers: int = 1,
         delay_seconds: float = 0.0,
+        least_share: float = 0.0,
         operators: frozenset[str] | None = None,
         folder: Path | None = None,
         sources: Path | None = None,
     ) -> None:
         """`folder` keeps kernels for the next start, and `sources` their C++ for people.
 
-        Clusters are compiled when a segment has run for `delay_seconds`. They contain only `operators`, if given.
+        Clusters are compiled when segments have run for `delay_seconds`, if they can save `least_share` of a run. They
+        contain only `operators`, if given.
         """
-        self.delay_seconds, self.report = delay_seconds, report
+        self.report = report
+        self._delay_seconds, self._spent_seconds, self._least_share = delay_seconds, 0.0, least_share
+        self._waiting: list[WatchedSegment] = []
         self._sessions, self._opset, self._operators, self._sources = sessions, opset, operators, sources
         self._files = SignedFiles(folder, SUFFIX, report) if folder is not None else None
         self._slots = threading.Semaphore(workers)
@@ -101,7 +109,10 @@ class Generator:
 
     def watch(self, segment: OrtSegment, graph: SegmentGraph, keeps_address: Callable[[fx.Node], bool], name: str) -> Run:
         """Returns a segment that goes over to generated kernels."""
-        return WatchedSegment(segment, self, name, graph, keeps_address)
+        watched = WatchedSegment(segment, self, name, graph, keeps_address)
+        if watched.waits:
+            self._waiting.append(watched)
+        return watched
 
     def kept(self, segment: OrtSegment) -> Candidate | Kept | None:
         """Returns the candidate of an earlier start; `Kept` if nothing was faster then; None if it is not known."""
@@ -121,40 +132,63 @@ class Generator:
             return None
         return Candidate(run, kept.condition, kept.nodes)
 
-    def start(self, watched: WatchedSegment) -> None:
-        """Compile the clusters of a segment in the background."""
-        threading.Thread(target=self._generate, args=(watched,), daemon=True, name="ort_accel kernels").start()
+    def ran(self, seconds: float) -> None:
+        """Add the time of a run, and begin to compile the kernels of all waiting segments when it is time to."""
+        self._spent_seconds += seconds
+        if self._spent_seconds < self._delay_seconds or not self._waiting:
+            return
+        batch, self._waiting, self._spent_seconds = self._waiting, [], 0.0
+        for watched in batch:
+            watched.rest()
+        threading.Thread(target=self._generate, args=(batch,), daemon=True, name="ort_accel kernels").start()
 
-    def _generate(self, watched: WatchedSegment) -> None:
+    def _generate(self, batch: Sequence[WatchedSegment]) -> None:
+        """Compile the clusters of some segments in one process, and deliver what comes of it."""
         with self._slots:
             try:
-                candidate, kept = self._candidate(watched)
+                clusters = [self._worthwhile(watched, self._clusters(watched)) for watched in batch]
+                distinct = {name: each[0] for found in clusters for name, each in found.items()}
+                library, outcomes = compile_clusters(distinct, self._sources) if distinct else (b"", {})
+                LOG.debug("generated kernels: %s", outcomes)
+                load_kernels(library, [name for name, outcome in outcomes.items() if outcome.is_faster])
+                for watched, found in zip(batch, clusters, strict=True):
+                    watched.deliver(*self._candidate(watched, found, outcomes, library))
             except Exception as error:  # training goes on with the kernels there are
-                self.report.note(f"no kernels were generated for {watched.name}: {in_a_line(error)}")
-                LOG.debug("no kernels were generated for %s", watched.name, exc_info=True)
-                return
-        watched.deliver(candidate, kept)
+                self.report.note(f"no kernels were generated: {in_a_line(error)}")
+                LOG.debug("no kernels were generated", exc_info=True)
 
-    def _candidate(self, watched: WatchedSegment) -> tuple[Candidate | None, Kept]:
-        graph, segment = watched.graph, watched.segment
+    def _clusters(self, watched: WatchedSegment) -> dict[str, list[Cluster]]:
+        """Returns the clusters of a segment by the names of their kernels. Equal clusters share a kernel."""
+        graph, by_name = watched.graph, dict[str, list[Cluster]]()
         assert graph is not None
-        by_name: dict[str, list[Cluster]] = {}
         for cluster in find_clusters(graph.body.nodes, graph.wanted, graph.called, self._operators):
             by_name.setdefault(_kernel_name(cluster), []).append(cluster)
-        if not by_name:
+        return by_name
+
+    def _worthwhile(
+        self, watched: WatchedSegment, clusters: dict[str, list[Cluster]]
+    ) -> dict[str, list[Cluster]]:
+        """Returns the clusters; none if they can save too small a share of a run to be worth compiling."""
+        found = [cluster for equal in clusters.values() for cluster in equal]
+        seconds = sum(each.saved_bytes / BYTES_A_SECOND + (len(each.nodes) - 1) * CALL_SECONDS for each in found)
+        return clusters if seconds >= self._least_share * watched.seconds else {}
+
+    def _candidate(
+        self,
+        watched: WatchedSegment,
+        clusters: Mapping[str, Sequence[Cluster]],
+        outcomes: Mapping[str, Outcome],
+        library: bytes,
+    ) -> tuple[Candidate | None, Kept]:
+        chosen = {name: equal for name, equal in clusters.items() if outcomes[name].is_faster}
+        graph, segment = watched.graph, watched.segment
+        if not chosen or graph is None:
             return None, Kept()
-        library, outcomes = compile_clusters({name: each[0] for name, each in by_name.items()}, self._sources)
-        for name, outcome in outcomes.items():
-            LOG.debug("generated kernel %s for %d clusters of %s: %s", name, len(by_name[name]), watched.name, outcome)
-        chosen = {name: clusters for name, clusters in by_name.items() if outcomes[name].is_faster}
-        if not chosen:
-            return None, Kept()
-        load_kernels(library, list(chosen))
         changed = replace_clusters(graph, chosen)
         model = build(changed.body, changed.wanted, self._opset, changed.called)
         run = segment.with_model(model, Fallback(segment, no_more), watched.keeps_address)
         condition = _condition(chosen, outcomes)
-        nodes = sum(len(cluster.nodes) for clusters in chosen.values() for cluster in clusters)
+        nodes = sum(len(cluster.nodes) for equal in chosen.values() for cluster in equal)
         content = b"" if self._files is None else dumped(run, self._objects(segment))
         return Candidate(run, condition, nodes), Kept(library, list(chosen), condition, nodes, content)
 
@@ -174,7 +208,7 @@ def _kernel_name(cluster: Cluster) -> str:
     return f"cluster_{hashlib.sha256(cluster.source.encode()).hexdigest()[:20]}"
 
 
-def _condition(chosen: dict[str, list[Cluster]], outcomes: dict[str, Outcome]) -> str:
+def _condition(chosen: Mapping[str, Sequence[Cluster]], outcomes: Mapping[str, Outcome]) -> str:
     """Returns the condition on the graph's symbols under which all kernels may run."""
     conditions: set[str] = set()
     for name, clusters in chosen.items():
@@ -200,9 +234,9 @@ class WatchedSegment:
         self.segment, self.name, self.graph, self.keeps_address = segment, name, graph, keeps_address
         self.inputs = segment.inputs
         self._generator = generator
-        self._spent_seconds = 0.0
         self._run: Run = segment
-        self._candidate: Candidate | None = None
+        self.seconds = 0.0
+        """The time of the last run without generated kernels."""
         found = generator.kept(segment)
         if isinstance(found, Candidate):
             self._take_over(found)
@@ -217,14 +251,21 @@ class WatchedSegment:
         return self._run(tensors, symbols)
 
     def _waiting(self, tensors: Inputs, symbols: Symbols) -> Outputs:
-        """Runs as compiled, and begins to compile kernels when that has taken a while."""
+        """Runs as compiled, and tells the generator how long that took."""
         began = time.perf_counter()
         results = self.segment(tensors, symbols)
-        self._spent_seconds += time.perf_counter() - began
-        if self._spent_seconds >= self._generator.delay_seconds:
-            self._run = self.segment
-            self._generator.start(self)
+        self.seconds = time.perf_counter() - began
+        self._generator.ran(self.seconds)
         return results
+
+    @property
+    def waits(self) -> bool:
+        """True if its kernels are not compiled yet."""
+        return self._run == self._waiting
+
+    def rest(self) -> None:
+        """Run as compiled until kernels come."""
+        self._run = self.segment
 
     def deliver(self, candidate: Candidate | None, kept: Kept) -> None:
         """Take what was compiled; called by another thread."""

@@ -25,7 +25,7 @@ from ort_accel.files import write_aside
 
 REQUEST, RESULT, SOURCE = "request.json", "result.json", "kernels.cpp"
 
-NICENESS = 10
+NICENESS = 5
 TRIALS = 7
 MAX_BYTES = 1 << 30
 """The most memory of a cluster's tensors at which it is tried."""

@@ -17,8 +17,8 @@ class Generated(Section):
 
     enabled: Switch = "auto"
     """Let PyTorch's Inductor write such kernels. They are compiled in the background, and a segment uses them once
-    they are there and its runs with them are faster. `auto` begins when a segment has run for ten seconds, `true` at
-    once, and `true` is an error where no kernels can be generated."""
+    they are there and its runs with them are faster. `auto` begins after ten seconds of training, if kernels can
+    save enough; `true` begins at once, and is an error where no kernels can be generated."""
 
     ops_file: Annotated[
         FilePath | None,
