@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from ort_accel.graph.memory_layout import Order, permuted_order, reverse
+from ort_accel.graph.memory_layout import Order, have_same_strides, permuted_order, reverse
 from ort_accel.graph.nodes import call, constant_of, fakes_in, is_getitem, is_random, is_size, is_view
 from ort_accel.graph.symbolic_sizes import Size, expression, known_equal
 from ort_accel.kernels.kernel_call import Calls
@@ -276,13 +276,8 @@ def _covers(view: torch.Tensor, memory: torch.Tensor, layout: torch.Tensor) -> b
         expression(view.storage_offset()) == 0
         and known_equal(view.numel(), memory.numel())
         and _equal(view.shape, layout.shape)
-        and _equal(_strides(view), _strides(layout))
+        and have_same_strides(view, layout)
     )
-
-
-def _strides(fake: torch.Tensor) -> list[Size]:
-    """Returns the strides of the dimensions in which a tensor has more than one element."""
-    return [stride for size, stride in zip(fake.shape, fake.stride(), strict=True) if expression(size) != 1]
 
 
 def _equal(sizes: Sequence[Size], others: Sequence[Size]) -> bool:

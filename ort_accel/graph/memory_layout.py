@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ort_accel.graph.symbolic_sizes import expression, hint
+from ort_accel.graph.symbolic_sizes import expression, hint, same_stride
 
 Order = tuple[int, ...]
 
@@ -28,7 +28,7 @@ def _is_dense(fake: torch.Tensor, long_dims: Sequence[int]) -> bool:
     """True if elements have no gaps, given the dimensions longer than 1 from the outermost to the innermost."""
     expected: int | torch.SymInt = 1
     for dim in reversed(long_dims):
-        if expression(fake.stride(dim)) != expression(expected):
+        if not same_stride(fake.stride(dim), expected):
             return False
         expected = expected * fake.shape[dim]
     return True
@@ -37,7 +37,7 @@ def _is_dense(fake: torch.Tensor, long_dims: Sequence[int]) -> bool:
 def have_same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
     """True if two tensors of the same sizes lie alike in memory. Dimensions with one entry do not matter."""
     return all(
-        expression(size) == 1 or expression(stride) == expression(wanted)
+        expression(size) == 1 or same_stride(stride, wanted)
         for size, stride, wanted in zip(one.shape, one.stride(), other.stride(), strict=True)
     )
 

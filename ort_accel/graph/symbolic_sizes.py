@@ -9,6 +9,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch.utils._sympy.functions import Max
 from torch.utils._sympy.printers import PythonPrinter
 
 Size = int | torch.SymInt
@@ -20,6 +21,24 @@ def expression(size: Size | sympy.Expr) -> int | sympy.Expr:
     if isinstance(expr, sympy.Expr):
         return int(expr) if expr.is_Integer else expr
     return int(expr)
+
+
+def same_stride(one: Size, other: Size) -> bool:
+    """True if two strides are equal for every input that leaves their tensors with elements.
+
+    PyTorch computes with `Max(1, size)` where a size may be 0, and in some operators with the size itself.
+    """
+    return _without_empty(one) == _without_empty(other)
+
+
+def _without_empty(stride: Size) -> int | sympy.Expr:
+    found = expression(stride)
+    if isinstance(found, int) or not found.has(Max):
+        return found
+    return found.replace(
+        lambda part: isinstance(part, Max) and len(part.args) == 2 and 1 in part.args,
+        lambda part: next(item for item in part.args if item != 1),
+    )
 
 
 def known_equal(one: Size, other: Size) -> bool:
