@@ -136,7 +136,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
     "distilbert": {"hidden_dim": 1024, "dim": 256},
     "funnel": {"block_sizes": [2, 2], "block_repeats": [1, 1]},
     "mamba2": {"num_heads": 8, "head_dim": 64, "n_groups": 1, "chunk_size": 32},
-    "resnet": {"embedding_size": 32, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2], "layer_type": "basic"},
+    "resnet": {"embedding_size": 32, "hidden_sizes": [64, 128, 256, 512], "depths": [2] * 4, "layer_type": "basic"},
     "swin": {"embed_dim": 48, "depths": [2, 2, 4], "num_heads": [2, 4, 8], "window_size": 6, "patch_size": 4},
     "falcon": {"multi_query": True, "new_decoder_architecture": False, "parallel_attn": True},
 }
@@ -261,8 +261,8 @@ def _line(found: dict[str, Any]) -> str:
     seconds, ours = found["seconds"], found["seconds"][ORT_ACCEL]
     best = min(seconds[EAGER], seconds[INDUCTOR])
     times = "".join(f"{1e3 * seconds[name]:9.1f}" for name in (EAGER, INDUCTOR, WITHOUT, ORT_ACCEL))
-    wrong = [name for name in (WITHOUT, ORT_ACCEL) if found["distance"][name] > ALLOWED]
-    return f"{times} ms  {seconds[EAGER] / ours:6.2f}x eager  {best / ours:6.2f}x the better{'  WRONG' if wrong else ''}"
+    wrong = "  WRONG" if max(found["distance"][name] for name in (WITHOUT, ORT_ACCEL)) > ALLOWED else ""
+    return f"{times} ms  {seconds[EAGER] / ours:6.2f}x eager  {best / ours:6.2f}x the better{wrong}"
 
 
 def _summary(found: Sequence[dict[str, Any]]) -> str:
@@ -270,9 +270,7 @@ def _summary(found: Sequence[dict[str, Any]]) -> str:
     if not found:
         return "nothing was measured"
     of_eager = [each["seconds"][EAGER] / each["seconds"][ORT_ACCEL] for each in found]
-    of_better = [
-        min(each["seconds"][EAGER], each["seconds"][INDUCTOR]) / each["seconds"][ORT_ACCEL] for each in found
-    ]
+    of_better = [min(each["seconds"][EAGER], each["seconds"][INDUCTOR]) / each["seconds"][ORT_ACCEL] for each in found]
     behind = sum(ratio < 1 / 1.03 for ratio in of_better)
     return f"{len(found)} architectures: median {median(of_eager):.2f}x eager; {behind} slower than the better of both"
 

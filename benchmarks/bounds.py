@@ -37,7 +37,7 @@ IN_PYTORCH = {
     "engine": {"run_in_pytorch": [f"{name.replace('::', '.')}.default" for name in PRODUCTS]},
     "compute": {"attention": "fused", "native": False, "fusions": False},
 }
-"""Let PyTorch run products and attention, where its profiler sees them; the fused head's products are hidden from it."""
+"""Let PyTorch run products and attention, where its profiler sees them; it does not see those of a fused head."""
 
 CASES = {
     "bert": Workload("bert", dropout=0.1),

@@ -13,6 +13,8 @@ from ort_accel.graph.nodes import is_operator
 from ort_accel.reporting import Report
 from ort_accel.runtime.sessions import Sessions
 
+NOT_YET = "no segment has run for long enough yet"
+
 DELAY_SECONDS = 10.0
 """With `auto`, the time that segments have run for when their kernels begin to be compiled."""
 
@@ -40,7 +42,7 @@ def record_generated(settings: Settings, report: Report) -> None:
     reason = why_none(settings)
     if reason and settings.config.compute.generated.enabled is True:
         raise ConfigError([Problem(FEATURE, f"true, and no kernels can be generated: {reason}; write auto or false")])
-    report.off(FEATURE, reason or "no segment has run for long enough yet")
+    report.off(FEATURE, reason or NOT_YET)
 
 
 def generator_for(settings: Settings, sessions: Sessions, report: Report) -> Generator | None:

@@ -17,8 +17,8 @@ EXTENDS = "extends"
 WITHOUT_QUOTES = " without quotes"
 _SYNONYMS = {"gpu": "cuda", "none": "null", "nil": "null"}
 _REMOVED: dict[KeyPath, str] = {
-    ("compute", "triton"): "kernels are generated on the CPU, too, and are set by compute.generated; write generated here",
-    ("engine", "skip_checks"): "with it, a model that changed between steps gave wrong results; delete this line"
+    ("compute", "triton"): "kernels are generated on the CPU, too; write generated in its place",
+    ("engine", "skip_checks"): "with it, a model that changed between steps gave wrong results; delete this line",
 }
 """Keys that earlier versions had, and why they are gone."""
 _OUT_OF_RANGE = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}

@@ -2,8 +2,9 @@
 
 1. A small model begins in eager mode, and is compiled once its steps have taken as long as compiling would.
 2. When the engine's steps compile nothing any more, engine and eager mode take turns until one is clearly faster.
-3. The faster one goes on. Generated kernels open the comparison again. A pair of steps is compared again from time to time, and sooner when the pace changes. The
+3. The faster one goes on. A pair of steps is compared again from time to time, and sooner when the pace changes. The
    cost of the slower steps decides how often: it stays at about one part in a hundred of the whole time.
+4. Generated kernels make the engine's steps faster, so the comparison begins anew with them.
 
 Eager steps are steps of the training: they draw the same random numbers and give the same gradients up to rounding.
 """
@@ -136,7 +137,8 @@ class EagerComparison:
 
     def _is_eager_turn(self) -> bool:
         """True if eager mode runs the next step; the first comparison waits until the engine compiles no more."""
-        if not self._turns.is_decided and self._since_compilation < (TRIAL_STEPS if self._tries_kernels else SETTLED_STEPS):
+        wait = TRIAL_STEPS if self._tries_kernels else SETTLED_STEPS
+        if not self._turns.is_decided and self._since_compilation < wait:
             return False
         if self._turns.is_due and (reason := self._no_room()):
             self._give_up(reason)

@@ -38,8 +38,13 @@ class NoKernels(OrtAccelError):
 
 def why_no_compiler() -> str:
     """Returns the reason why no kernel can be compiled; empty if there is a C++ compiler."""
-    compilers = [os.environ.get("CXX", ""), "g++", "clang++"]
-    return "" if any(map(shutil.which, filter(None, compilers))) else "there is no C++ compiler; install g++"
+    return "" if _compiler() else "there is no C++ compiler; install g++"
+
+
+def _compiler() -> str:
+    """Returns the path of the C++ compiler; empty if there is none."""
+    names = [os.environ.get("CXX", ""), "g++", "clang++"]
+    return next(filter(None, map(shutil.which, filter(None, names))), "")
 
 
 def compile_clusters(clusters: Mapping[str, Cluster], sources: Path | None) -> tuple[bytes, dict[str, Outcome]]:
@@ -61,7 +66,12 @@ def compile_clusters(clusters: Mapping[str, Cluster], sources: Path | None) -> t
 
 def _run(folder: Path) -> None:
     command = [sys.executable, "-m", "ort_accel.generated.worker", str(folder)]
-    environment = os.environ | {"TORCHINDUCTOR_VEC_ISA_OK": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "CXX": _compiler(),
+        "TORCH_WARM_POOL": "0",  # where there is Triton, Inductor would start processes of its own
+    }
     path = os.pathsep.join(filter(None, [_PROJECT, os.environ.get("PYTHONPATH", "")]))
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
@@ -111,7 +121,11 @@ def load_kernels(library: bytes, names: Sequence[str]) -> None:
 def build_version() -> str:
     """Returns what a kernel depends on beside its cluster: torch, the processor, and what writes kernels."""
     own = b"".join((Path(__file__).parent / name).read_bytes() for name in ("clusters.py", "inductor.py", "worker.py"))
-    flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[-1].splitlines()[0] if Path("/proc/cpuinfo").exists() else ""
+    flags = (
+        Path("/proc/cpuinfo").read_text().split("flags", 1)[-1].splitlines()[0]
+        if Path("/proc/cpuinfo").exists()
+        else ""
+    )
     return f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()} {flags} {own.hex()}"
 
 

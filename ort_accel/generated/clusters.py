@@ -8,7 +8,7 @@ kernel of the native library lie between clusters. No path leaves a cluster and 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from ort_accel.graph.memory_layout import is_plain, permuted_order
 from ort_accel.graph.meta_keys import RUNS_AFTER
 from ort_accel.graph.nodes import fakes_in, is_data_dependent, is_getitem, is_random, is_size, is_view, op_name, writes
-from ort_accel.graph.symbolic_sizes import expression, hint, hinted_bytes
+from ort_accel.graph.symbolic_sizes import expression, hint, hinted_bytes, without_empty
 from ort_accel.kernels.kernel_call import Calls
 
 aten = torch.ops.aten
@@ -102,10 +102,14 @@ class NotDescribable(Exception):
 
 
 def is_free(node: fx.Node) -> bool:
-    """True for views, parts of results and constant tensors, which every reader makes for itself."""
+    """True for views, parts of results and constant tensors, which every reader makes for itself.
+
+    `as_strided` names positions in memory, which differ where a reader has the tensor in other memory.
+    """
     if is_getitem(node) or is_size(node):
         return True
-    return is_view(node) or getattr(node.target, "overloadpacket", None) in CREATIONS
+    is_creation = getattr(node.target, "overloadpacket", None) in CREATIONS
+    return is_creation or (is_view(node) and node.target is not aten.as_strided.default)
 
 
 def find_clusters(
@@ -156,9 +160,7 @@ def sources_of(node: fx.Node, called: Calls) -> Iterator[fx.Node]:
             yield source
 
 
-def _components(
-    nodes: Sequence[fx.Node], called: Calls, operators: Collection[str] | None
-) -> list[list[fx.Node]]:
+def _components(nodes: Sequence[fx.Node], called: Calls, operators: Collection[str] | None) -> list[list[fx.Node]]:
     """Returns the connected groups of eligible nodes with equal depth.
 
     The depth grows on the way through a node that is not eligible, so that no path re-enters a group.
@@ -191,9 +193,7 @@ def _components(
     return list(groups.values())
 
 
-def _cluster(
-    members: list[fx.Node], nodes: Sequence[fx.Node], wanted: Collection[fx.Node], called: Calls
-) -> Cluster:
+def _cluster(members: list[fx.Node], nodes: Sequence[fx.Node], wanted: Collection[fx.Node], called: Calls) -> Cluster:
     own = set(members)
     inputs = dict.fromkeys(value for node in members for value in _values_read(node, own))
     readers = [node for node in nodes if node not in own and not is_free(node) and node.op == "call_function"]
@@ -316,7 +316,7 @@ class _Description:
                 return f"torch.device({item.type!r})"
         raise NotDescribable(type(item).__name__)
 
-    def _size(self, size: int | torch.SymInt) -> str:
+    def _size(self, size: int | torch.SymInt, change: Callable[[sympy.Expr], sympy.Expr] = lambda found: found) -> str:
         found = expression(size)
         if isinstance(found, int):
             return str(found)
@@ -328,13 +328,15 @@ class _Description:
                 if symbol not in env.backed_var_to_val:
                     raise NotDescribable("a size that follows from data")
                 self._sizes.append(env.create_symintnode(symbol, hint=int(env.backed_var_to_val[symbol])))
-        return self._printer.doprint(found.xreplace(self._symbols))
+        text: str = self._printer.doprint(change(found).xreplace(self._symbols))
+        return text
 
     def _layouts(self, nodes: Sequence[fx.Node]) -> str:
         return ", ".join(self._layout(node.meta["val"]) for node in nodes)
 
     def _layout(self, fake: torch.Tensor) -> str:
-        shape, strides = ("".join(f"{self._size(size)}, " for size in sizes) for sizes in (fake.shape, fake.stride()))
+        shape = "".join(f"{self._size(size)}, " for size in fake.shape)
+        strides = "".join(f"{self._size(stride, without_empty)}, " for stride in fake.stride())
         return f"Layout({fake.dtype}, ({shape}), ({strides}))"
 
 

@@ -1,7 +1,7 @@
 """Lets PyTorch's Inductor write the C++ of a cluster.
 
 It uses what is private to torch: `GraphLowering`, the text that its Python wrapper consists of, `cpp_builder` and
-`pick_vec_isa`. Checked with torch 2.11 to 2.14. The wrapper is run once with stand-ins for its functions, which record
+`pick_vec_isa`. Checked with torch 2.13. The wrapper is run once with stand-ins for its functions, which record
 the kernels that it would launch, in order, and the buffers that it would allocate.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import sympy
@@ -18,7 +18,8 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
+from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
+from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions, get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
@@ -29,7 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.printers import CppPrinter, PythonPrinter
 
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 
 SETTINGS = {
     "cpp.dynamic_threads": True,  # as many as PyTorch has when the kernel runs
@@ -38,6 +39,9 @@ SETTINGS = {
     "graph_partition": False,
     "size_asserts": False,
 }
+
+ROUNDING = "emulate_precision_casts"
+"""The setting that rounds intermediate results in 16 bits, as PyTorch's operators do. Kernels without it are faster."""
 
 ALIGNMENT_BYTES = 64
 
@@ -77,7 +81,9 @@ def write_source(
     """
     env = ShapeEnv()
     symbols = [_symbol(env, symbol, hint) for symbol, hint in hints.items()]
-    with FakeTensorMode(shape_env=env) as mode:
+    shows_rounding = any(each.dtype not in (torch.bfloat16, torch.float16) for each in outputs(*symbols))
+    settings = SETTINGS | {ROUNDING: shows_rounding}
+    with FakeTensorMode(shape_env=env) as mode, inductor_config.patch(settings):
         given = [torch.empty_strided(each.shape, each.strides, dtype=each.dtype) for each in inputs(*symbols)]
         wanted = [tuple(each.strides) for each in outputs(*symbols)]
         arguments = [*symbols, *given]
@@ -86,13 +92,18 @@ def write_source(
     output.meta["user_visible_output_idxs"] = list(range(len(wanted)))
     output.meta["original_output_strides"] = wanted
     graph = GraphLowering(module, example_inputs=arguments, shape_env=env)
-    with DebugContext(), V.set_fake_mode(mode), V.set_graph_handler(graph), inductor_config.patch(SETTINGS):
+    with DebugContext(), V.set_fake_mode(mode), V.set_graph_handler(graph), inductor_config.patch(settings):
         graph.run(*arguments)
         wrapper, *_ = graph.codegen()
     recorded = _Recorder(wrapper.value, len(given), hints).source(name, outputs)
     names = {symbol.node.expr: sympy.Symbol(name) for symbol, name in zip(symbols, hints, strict=True)}
     printer = PythonPrinter()
     return Source(recorded, [printer.doprint(guard.expr.xreplace(names)) for guard in env.guards])
+
+
+def check_compiler() -> None:
+    """Raise an error if there is no C++ compiler that runs."""
+    get_cpp_compiler()
 
 
 def compile_library(source: Path) -> Path:
@@ -124,8 +135,18 @@ class _Buffer:
         """Returns the C++ of the address of its first element."""
         base = self.base or self
         kind = _c_type(self.layout.dtype)
-        moved = base.name if self.base is None else f"({_c_type(base.layout.dtype)}*)({base.name}) + {number(self.offset)}"
+        moved = (
+            base.name if self.base is None else f"({_c_type(base.layout.dtype)}*)({base.name}) + {number(self.offset)}"
+        )
         return f"({kind}*)({moved})"
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A call of a kernel with buffers and numbers."""
+
+    kernel: str
+    values: Sequence[Any]
 
 
 class _Recorder:
@@ -134,10 +155,10 @@ class _Recorder:
     def __init__(self, text: str, inputs: int, hints: Mapping[str, int]) -> None:
         self._text, self._inputs, self._hints = text, inputs, hints
         self._kernels: list[str] = []
-        self._lines: list[str] = []
+        self._launches: list[_Launch] = []
         self._buffers: list[_Buffer] = []
         printer = CppPrinter()
-        self._number = lambda value: f"(int64_t)({printer.doprint(sympy.sympify(value))})"
+        self._number: Callable[[Any], str] = lambda value: f"(int64_t)({printer.doprint(sympy.sympify(value))})"
 
     def source(self, name: str, outputs: Callable[..., Sequence[Layout]]) -> str:
         """Returns the C++ of a function under a name. Its arguments are the inputs, outputs and symbols."""
@@ -152,11 +173,10 @@ class _Recorder:
                 for at, symbol in enumerate(symbols)
             ),
             *(f"const Scratch {each.name}({self._bytes(each.layout)});" for each in scratch),
-            *self._lines,
+            *map(self._call, self._launches),
         ]
         body = "\n".join(f"  {line}" for line in lines)
-        function = f'extern "C" int64_t {name}(const Value* a) try {{\n{body}\n  return 0;\n}} catch (...) {{\n  return 1;\n}}\n'
-        return "\n".join([*self._kernels, function])
+        return "\n".join([*self._kernels, FUNCTION.format(name=name, body=body)])
 
     def _run(self, name: str, arguments: list[Any]) -> Sequence[_Buffer]:
         """Runs the wrapper. Returns its results."""
@@ -166,7 +186,7 @@ class _Recorder:
             if source.count(" kernel(") != 1:
                 raise CannotGenerate("a kernel of another form")
             self._kernels.append(source.replace(" kernel(", f" {own}("))
-            return lambda *values: self._launch(own, values)
+            return lambda *values: self._launches.append(_Launch(own, values))
 
         functions: dict[str, Any] = {"__name__": name}
         with patch.object(AsyncCompile, "cpp_pybinding", kernel), patch.object(AsyncCompile, "wait", lambda *_: None):
@@ -178,7 +198,7 @@ class _Recorder:
         }
         try:
             return tuple(functions["call"](arguments))
-        except (AttributeError, NameError, TypeError) as error:  # a stand-in does not do what is asked of it
+        except (AttributeError, NameError, RuntimeError, TypeError) as error:  # a stand-in cannot do what is asked
             raise CannotGenerate(f"Inductor calls more than kernels: {error}") from error
 
     def _allocate(self, shape: Sequence[Any], strides: Sequence[Any], dtype: torch.dtype) -> _Buffer:
@@ -190,12 +210,8 @@ class _Recorder:
         layout = Layout(source.layout.dtype, tuple(shape), tuple(strides))
         return _Buffer("", layout, source.base or source, source.offset + offset)
 
-    def _launch(self, kernel: str, values: Sequence[Any]) -> None:
-        """Notes a launch. Addresses are written at the end, when it is known which buffers are outputs."""
-        self._lines.append(_Launch(kernel, values))  # type: ignore[arg-type]
-
     def _place_results(self, results: Sequence[_Buffer], wanted: Sequence[Layout]) -> None:
-        """Lets the buffers that the wrapper returns be the function's outputs, and writes the launches."""
+        """Lets the buffers that the wrapper returns be the function's outputs."""
         seen: list[_Buffer] = []
         for at, (result, layout) in enumerate(zip(results, wanted, strict=True)):
             base = result.base or result if isinstance(result, _Buffer) else None
@@ -205,21 +221,16 @@ class _Recorder:
                 raise CannotGenerate("a result lies in memory in another order")
             base.name = f"a[{self._inputs + at}].pointer"
             seen.append(base)
-        self._lines = [self._call(launch) for launch in self._lines]  # type: ignore[arg-type]
 
     def _call(self, launch: _Launch) -> str:
-        values = [each.address(self._number) if isinstance(each, _Buffer) else self._number(each) for each in launch.values]
+        values = [
+            each.address(self._number) if isinstance(each, _Buffer) else self._number(each) for each in launch.values
+        ]
         return f"call({launch.kernel}, {', '.join(values)});"
 
     def _bytes(self, layout: Layout) -> str:
         last = sum(((size - 1) * stride for size, stride in zip(layout.shape, layout.strides, strict=True)), 0)
         return self._number((last + 1) * layout.dtype.itemsize)
-
-
-@dataclass(frozen=True)
-class _Launch:
-    kernel: str
-    values: Sequence[Any]
 
 
 def _same_layout(one: Layout, other: Layout) -> bool:
@@ -233,10 +244,18 @@ def _same_layout(one: Layout, other: Layout) -> bool:
 
 
 def _c_type(dtype: torch.dtype) -> str:
-    from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
+    name: str = DTYPE_TO_CPP[dtype]
+    return name
 
-    return DTYPE_TO_CPP[dtype]
 
+FUNCTION = """extern "C" int64_t {name}(const Value* a) try {{
+{body}
+  return 0;
+}} catch (...) {{
+  return 1;
+}}
+"""
+"""The function of a cluster. An exception, such as a division of integers by zero, becomes its result."""
 
 PREAMBLE = f"""
 #include <torch/csrc/inductor/cpp_prefix.h>
@@ -252,7 +271,7 @@ union Value {{
 /// Memory of the length of a call.
 struct Scratch {{
   explicit Scratch(int64_t bytes)
-      : data(std::aligned_alloc({ALIGNMENT_BYTES}, (bytes + {ALIGNMENT_BYTES - 1}) / {ALIGNMENT_BYTES} * {ALIGNMENT_BYTES})) {{
+      : data(std::aligned_alloc({ALIGNMENT_BYTES}, (bytes / {ALIGNMENT_BYTES} + 1) * {ALIGNMENT_BYTES})) {{
     if (!data && bytes > 0) throw std::bad_alloc();
   }}
   ~Scratch() {{ std::free(data); }}

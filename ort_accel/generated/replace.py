@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from typing import TypeAlias
 
 from torch import fx
 
@@ -14,6 +15,9 @@ from ort_accel.graph.meta_keys import RUNS_AFTER
 from ort_accel.graph.nodes import is_random, is_size
 from ort_accel.kernels.kernel_call import Calls, KernelArgument, KernelCall, Output, Stride
 from ort_accel.partition.segments import Body
+
+Unit: TypeAlias = fx.Node | Cluster
+"""What is written at once: a node, or a cluster as one call."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class _Replacement:
     def __init__(self, segment: SegmentGraph, clusters: Mapping[str, Sequence[Cluster]]) -> None:
         self._old = segment
         self._kernel = {id(cluster): name for name, equal in clusters.items() for cluster in equal}
-        self._cluster_of = {node: cluster for equal in clusters.values() for each in equal for cluster in [each] for node in each.nodes}
+        self._cluster_of = {node: each for equal in clusters.values() for each in equal for node in each.nodes}
+        self._by_name = {node.name: node for node in segment.body.nodes}
         owner = next((node.graph.owning_module for node in segment.body.nodes), None)
         self._graph = fx.Graph(owning_module=owner)
         self._new: dict[fx.Node, fx.Node] = {}
@@ -61,11 +66,11 @@ class _Replacement:
         nodes = [node for node in self._graph.nodes if node not in given]
         return SegmentGraph(Body(inputs, nodes), [self._new[node] for node in self._old.wanted], self._called)
 
-    def _units(self) -> list[fx.Node | Cluster]:
+    def _units(self) -> list[Unit]:
         """Returns clusters and remaining nodes, a cluster where its last node is."""
         needed = self._free_nodes_needed()
         last = {id(cluster): node for node, cluster in self._cluster_of.items()}
-        units: list[fx.Node | Cluster] = []
+        units: list[Unit] = []
         for node in self._old.body.nodes:
             cluster = self._cluster_of.get(node)
             if cluster is None:
@@ -98,13 +103,12 @@ class _Replacement:
         arguments = () if kernel is None else kernel.arguments
         return [*node.all_input_nodes, *(item for item in arguments if isinstance(item, fx.Node))]
 
-    def _reads(self, unit: fx.Node | Cluster) -> Iterator[fx.Node | Cluster]:
+    def _reads(self, unit: Unit) -> Iterator[Unit]:
         """Yields what a unit waits for."""
-        names = {node.name: node for node in self._old.body.nodes}
         nodes = unit.nodes if isinstance(unit, Cluster) else [unit]
         sources = unit.inputs if isinstance(unit, Cluster) else self._sources(unit)
-        waits = [names[name] for node in nodes for name in node.meta.get(RUNS_AFTER, ()) if name in names]
-        for source in [*sources, *waits]:
+        names = [name for node in nodes for name in node.meta.get(RUNS_AFTER, ()) if name in self._by_name]
+        for source in [*sources, *map(self._by_name.__getitem__, names)]:
             producer = source.args[0] if self._is_result(source) else source
             assert isinstance(producer, fx.Node)
             yield self._cluster_of.get(producer, producer)
@@ -135,9 +139,8 @@ class _Replacement:
         return argument
 
 
-def _in_order(units: Sequence[fx.Node | Cluster], reads: object) -> Iterator[fx.Node | Cluster]:
+def _in_order(units: Sequence[Unit], reads: Callable[[Unit], Iterable[Unit]]) -> Iterator[Unit]:
     """Yields units as early in their order as what they read allows. Random numbers are drawn in the same order."""
-    assert callable(reads)
     position = {id(unit): at for at, unit in enumerate(units)}
     readers: dict[int, list[int]] = {}
     waiting: list[int] = []

@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,11 +29,16 @@ from ort_accel.generated.replace import SegmentGraph, replace_clusters
 from ort_accel.generated.worker import Outcome
 from ort_accel.graph_cache.pickling import dumped, loaded
 from ort_accel.observe.logs import LOG
-from ort_accel.reporting import KERNELS_READY, KERNELS_TRIED, Race, Report
+from ort_accel.reporting import KERNELS_READY, KERNELS_TRIED, Race, Report, State
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.signed_files import SignedFiles
 
 FEATURE = "compute.generated.enabled"
+
+COMPILING = "kernels are being compiled in the background"
+TRYING = "segments are run with and without generated kernels in turn"
+NONE_FASTER = "no generated kernel was faster than the operators that it replaces"
+"""The reasons in the feature's row as long as no segment uses kernels."""
 
 SUFFIX = "kernels"
 """The ending of files in `engine.cache_dir`."""
@@ -107,7 +112,9 @@ class Generator:
     def __reduce__(self) -> Any:
         raise TypeError("a generator belongs to one process")
 
-    def watch(self, segment: OrtSegment, graph: SegmentGraph, keeps_address: Callable[[fx.Node], bool], name: str) -> Run:
+    def watch(
+        self, segment: OrtSegment, graph: SegmentGraph, keeps_address: Callable[[fx.Node], bool], name: str
+    ) -> Run:
         """Returns a segment that goes over to generated kernels."""
         watched = WatchedSegment(segment, self, name, graph, keeps_address)
         if watched.waits:
@@ -145,17 +152,33 @@ class Generator:
     def _generate(self, batch: Sequence[WatchedSegment]) -> None:
         """Compile the clusters of some segments in one process, and deliver what comes of it."""
         with self._slots:
+            self.say_without(COMPILING)
             try:
                 clusters = [self._worthwhile(watched, self._clusters(watched)) for watched in batch]
                 distinct = {name: each[0] for found in clusters for name, each in found.items()}
                 library, outcomes = compile_clusters(distinct, self._sources) if distinct else (b"", {})
                 LOG.debug("generated kernels: %s", outcomes)
                 load_kernels(library, [name for name, outcome in outcomes.items() if outcome.is_faster])
-                for watched, found in zip(batch, clusters, strict=True):
-                    watched.deliver(*self._candidate(watched, found, outcomes, library))
             except Exception as error:  # training goes on with the kernels there are
-                self.report.note(f"no kernels were generated: {in_a_line(error)}")
-                LOG.debug("no kernels were generated", exc_info=True)
+                self._failed(error)
+                return
+            self.say_without(NONE_FASTER)
+            for watched, found in zip(batch, clusters, strict=True):
+                try:
+                    watched.deliver(*self._candidate(watched, found, outcomes, library))
+                except Exception as error:  # the other segments may get theirs
+                    self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self.say_without("no kernels could be generated; the notes say why")
+        self.report.note(f"no kernels were generated: {in_a_line(error)}")
+        LOG.debug("no kernels were generated", exc_info=True)
+
+    def say_without(self, reason: str) -> None:
+        """Record why no segment uses generated kernels, unless one does."""
+        feature = self.report.features.get(FEATURE)
+        if feature is None or feature.state is not State.APPLIED:
+            self.report.off(FEATURE, reason)
 
     def _clusters(self, watched: WatchedSegment) -> dict[str, list[Cluster]]:
         """Returns the clusters of a segment by the names of their kernels. Equal clusters share a kernel."""
@@ -165,9 +188,7 @@ class Generator:
             by_name.setdefault(_kernel_name(cluster), []).append(cluster)
         return by_name
 
-    def _worthwhile(
-        self, watched: WatchedSegment, clusters: dict[str, list[Cluster]]
-    ) -> dict[str, list[Cluster]]:
+    def _worthwhile(self, watched: WatchedSegment, clusters: dict[str, list[Cluster]]) -> dict[str, list[Cluster]]:
         """Returns the clusters; none if they can save too small a share of a run to be worth compiling."""
         found = [cluster for equal in clusters.values() for cluster in equal]
         seconds = sum(each.saved_bytes / BYTES_A_SECOND + (len(each.nodes) - 1) * CALL_SECONDS for each in found)
@@ -274,6 +295,7 @@ class WatchedSegment:
             self._generator.keep(self.segment, kept)
             return
         self._generator.report.counters[KERNELS_READY] += 1
+        self._generator.say_without(TRYING)
         self._run = _Trial(self, candidate, kept)
 
     def decided(self, candidate: Candidate, kept: Kept, seconds: dict[str, float]) -> None:
@@ -286,6 +308,7 @@ class WatchedSegment:
             self._take_over(candidate)
         else:
             self._run = self.segment
+            self._generator.say_without(NONE_FASTER)
         report.counters[KERNELS_TRIED] += 1
         self._generator.keep(self.segment, kept if is_faster else Kept())
         times = f"{seconds[WITHOUT] * 1e3:.1f} ms without, {seconds[WITH] * 1e3:.1f} ms with them"

@@ -87,8 +87,9 @@ def main(folder: Path) -> None:
     outcomes = {request.name: Outcome() for request in requests}
     described: dict[str, _Description] = {}
     texts: list[str] = []
-    from ort_accel.generated.inductor import PREAMBLE, compile_library, write_source
+    from ort_accel.generated.inductor import PREAMBLE, check_compiler, compile_library, write_source
 
+    check_compiler()
     for request in requests:
         outcome = outcomes[request.name]
         try:
@@ -139,6 +140,8 @@ def _difference_where_valid(kernel: Any, described: _Description, hints: Mapping
 def _difference(kernel: Any, described: _Description, hints: Mapping[str, int]) -> str:
     sizes = list(hints.values())
     given, results = _tensors(described.inputs(*sizes)), _empty(described.outputs(*sizes))
+    for result in results:  # memory may still hold what the operators have computed before
+        result.fill_(math.nan if result.is_floating_point() else 99)
     if kernel(_packed(given, results, sizes)):
         return "the kernel raised an error"
     for at, (found, wanted) in enumerate(zip(results, described.run(*sizes, *given), strict=True)):
@@ -152,8 +155,9 @@ def _difference(kernel: Any, described: _Description, hints: Mapping[str, int]) 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> str:
     if not wanted.is_floating_point():
         return "" if torch.equal(found, wanted) else "is not PyTorch's"
-    finite = wanted.isfinite()
-    if not torch.equal(found[~finite].nan_to_num(), wanted[~finite].nan_to_num()) or not found[finite].isfinite().all():
+    finite, infinite = wanted.isfinite(), wanted.isinf()
+    has_same = torch.equal(found.isnan(), wanted.isnan()) and torch.equal(found[infinite], wanted[infinite])
+    if not has_same or not found[finite].isfinite().all():
         return "has other infinities or NaN"
     one, other = found[finite].double(), wanted[finite].double()
     scale = max(1.0, float(other.abs().max())) if other.numel() else 1.0
@@ -177,7 +181,9 @@ def _seconds(kernel: Any, described: _Description, hints: Mapping[str, int]) -> 
     return median(times[0]), median(times[1])
 
 
-def _packed(given: Sequence[torch.Tensor], results: Sequence[torch.Tensor], sizes: Sequence[int]) -> ctypes.Array[Value]:
+def _packed(
+    given: Sequence[torch.Tensor], results: Sequence[torch.Tensor], sizes: Sequence[int]
+) -> ctypes.Array[Value]:
     tensors = [Value(pointer=tensor.data_ptr()) for tensor in (*given, *results)]
     return (Value * (len(tensors) + len(sizes)))(*tensors, *(Value(integer=size) for size in sizes))
 
@@ -194,10 +200,11 @@ def _tensors(layouts: Sequence[Any]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     found = _empty(layouts)
     for tensor in found:
-        if tensor.is_floating_point():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        memory = tensor.new_empty(0).set_(tensor.untyped_storage())  # several entries of a tensor may share an element
+        if memory.is_floating_point():
+            memory.copy_(torch.randn(memory.shape, generator=generator))
         else:
-            tensor.copy_(torch.randint(0, 2 if tensor.dtype == torch.bool else 5, tensor.shape, generator=generator))
+            memory.copy_(torch.randint(0, 2 if memory.dtype == torch.bool else 5, memory.shape, generator=generator))
     return found
 
 

@@ -24,18 +24,19 @@ def expression(size: Size | sympy.Expr) -> int | sympy.Expr:
 
 
 def same_stride(one: Size, other: Size) -> bool:
-    """True if two strides are equal for every input that leaves their tensors with elements.
+    """True if two strides are equal for every input that leaves their tensors with elements."""
+    first, second = expression(one), expression(other)
+    if isinstance(first, int) or isinstance(second, int):
+        return first == second
+    return bool(without_empty(first) == without_empty(second))
+
+
+def without_empty(stride: sympy.Expr) -> sympy.Expr:
+    """Returns the stride of a tensor with elements.
 
     PyTorch computes with `Max(1, size)` where a size may be 0, and in some operators with the size itself.
     """
-    return _without_empty(one) == _without_empty(other)
-
-
-def _without_empty(stride: Size) -> int | sympy.Expr:
-    found = expression(stride)
-    if isinstance(found, int) or not found.has(Max):
-        return found
-    return found.replace(
+    return stride.replace(
         lambda part: isinstance(part, Max) and len(part.args) == 2 and 1 in part.args,
         lambda part: next(item for item in part.args if item != 1),
     )

@@ -1,4 +1,4 @@
-"""The benchmark of architectures: its models exist and take its batches, and its lines compare with the better rival."""
+"""The benchmark of architectures: models exist and take their batches, and lines compare with the better rival."""
 
 import inspect
 

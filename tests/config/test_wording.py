@@ -11,7 +11,7 @@ from ort_accel.config import Config, ConfigError, load_config
 LOCATED = {
     "misspelt key": ("memory:\n  lvel: 1\n", "x.yaml:2:3: memory.lvel: unknown key; did you mean memory.level? allowed: level, plans,"),
     "key of another section": ("level: 1\n", "x.yaml:1:1: level: unknown key; did you mean memory.level? allowed: version, engine"),
-    "key with another name": ("compute:\n  triton: {enabled: true}\n", "x.yaml:2:3: compute.triton: this key was removed: kernels are generated on the CPU, too, and are set by compute.generated"),
+    "key with another name": ("compute:\n  triton: {enabled: true}\n", "x.yaml:2:3: compute.triton: this key was removed: kernels are generated on the CPU, too; write generated in"),
     "removed key": ("engine:\n  skip_checks: true\n", "x.yaml:2:3: engine.skip_checks: this key was removed: with it, a model that changed"),
     "key with hyphens": ("engine:\n  cache-dir: x\n", "x.yaml:2:3: engine.cache-dir: unknown key; did you mean engine.cache_dir?"),
     "dotted key": ("memory.level: 1\n", "x.yaml:1:1: memory.level: unknown key; did you mean level: inside of memory:?"),

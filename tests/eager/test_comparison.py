@@ -14,6 +14,7 @@ from ort_accel.compiler.module_call import Compiled
 from ort_accel.config import load_config
 from ort_accel.eager import comparison
 from ort_accel.eager.comparison import Turns, is_clear, why_not
+from ort_accel.reporting import KERNELS_READY, KERNELS_TRIED
 
 FEATURE = comparison.FEATURE
 
@@ -55,6 +56,36 @@ def test_a_machine_that_gets_loaded_changes_who_runs():
     assert sum(ran[60:100]) <= 3
     assert turns.prefers_eager
     assert all(ran[130:160])
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_an_engine_that_has_become_faster_is_compared_anew_at_once(factor):
+    _, turns = race(lambda _: 3.0, lambda _: 1.0, 60)
+    assert turns.prefers_eager
+    turns.begin_anew()
+    assert not turns.is_decided
+    assert turns.is_due
+    ran = []
+    for _ in range(20):
+        in_eager = turns.next_is_eager()
+        turns.took(1.0 if in_eager else factor, in_eager)
+        ran.append(in_eager)
+    assert sorted(ran[:2]) == [False, True]
+    assert turns.is_decided
+    assert turns.prefers_eager is (factor > 1)
+    assert ran.count(factor > 1) >= 15
+
+
+def test_a_pair_that_has_begun_is_not_compared_with_the_engine_before():
+    turns = Turns()
+    assert not turns.next_is_eager()
+    turns.took(9.0, False)
+    turns.begin_anew()
+    for _ in range(4):
+        in_eager = turns.next_is_eager()
+        turns.took(1.0 if in_eager else 0.5, in_eager)
+    assert turns.is_decided
+    assert turns.ratio == 0.5
 
 
 def test_a_single_slow_pair_later_decides_nothing():
@@ -209,6 +240,39 @@ def test_no_eager_step_is_tried_where_memory_might_not_suffice(steps_of_some_tim
     train(ours, 12)
     assert set(ran) == {"engine"}
     assert "GiB" in ort_accel.report(ours).features[FEATURE].reason
+
+
+def test_while_generated_kernels_are_tried_the_engine_runs(steps_of_some_time):
+    _, ran = steps_of_some_time
+    ours = ort_accel.accelerate(Model(), {"version": 1})
+    counters = ort_accel.report(ours).counters
+    train(ours, 20)
+    assert "eager" in ran
+    counters[KERNELS_READY] += 2
+    train(ours, 1)  # whoever runs it, the counters are read behind it
+    for _ in range(2):
+        ran.clear()
+        train(ours, comparison.SETTLED_STEPS + 8)
+        assert set(ran) == {"engine"}
+        counters[KERNELS_TRIED] += 1
+    train(ours, 1)
+    ran.clear()
+    train(ours, comparison.SETTLED_STEPS + 8)
+    assert "eager" in ran
+
+
+def test_a_trial_of_kernels_that_does_not_end_is_not_waited_for(steps_of_some_time):
+    """Their graph may never run again."""
+    _, ran = steps_of_some_time
+    ours = ort_accel.accelerate(Model(), {"version": 1})
+    train(ours, 2)
+    ort_accel.report(ours).counters[KERNELS_READY] += 1
+    train(ours, 1)
+    ran.clear()
+    train(ours, comparison.TRIAL_STEPS - 2)
+    assert set(ran) == {"engine"}
+    train(ours, 8)
+    assert "eager" in ran
 
 
 def test_an_eager_step_without_memory_is_made_on_the_engine(steps_of_some_time, monkeypatch):

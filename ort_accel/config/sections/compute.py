@@ -24,7 +24,7 @@ class Generated(Section):
         FilePath | None,
         conflict(
             lambda file, enabled: file is not None and enabled is False,
-            "nothing is generated for these operators while compute.generated.enabled is false; write auto or true there",
+            "nothing is generated while compute.generated.enabled is false; write auto or true there",
             "compute.generated.enabled",
         ),
         NO_ROW,
