@@ -132,7 +132,7 @@ MEDIUM: dict[str, Any] = {
 OF_KIND: dict[str, dict[str, Any]] = {
     "convnext": {"hidden_sizes": [48, 96, 192, 384], "depths": [2, 2, 4, 2], "patch_size": 4},
     "convnextv2": {"hidden_sizes": [48, 96, 192, 384], "depths": [2, 2, 4, 2], "patch_size": 4},
-    "deepseek_v3": {"head_dim": 32},
+    "deepseek_v3": {"head_dim": 32, "num_key_value_heads": 4},
     "distilbert": {"hidden_dim": 1024, "dim": 256},
     "funnel": {"block_sizes": [2, 2], "block_repeats": [1, 1]},
     "mamba2": {"num_heads": 8, "head_dim": 64, "n_groups": 1, "chunk_size": 32},

@@ -262,6 +262,8 @@ class Turns:
         self.is_decided, self._is_open, self._compares = False, True, True
         self._pending, self._last = [], {}
         self._ratios.clear()
+        self._pace.clear()
+        self._pace_before = None
 
     @property
     def is_due(self) -> bool:

@@ -111,6 +111,11 @@ class OrtSegment:
         sessions, _, _, _, name = self._session_arguments
         return OrtSegment(model, sessions, keeps_address, fallback, name, self.record, self._frees_inputs)
 
+    @property
+    def has_given_up(self) -> bool:
+        """True if a run failed here, and its replacement runs from then on."""
+        return self._given_up
+
     def fingerprint(self) -> str:
         """Returns a digest of the model and of the sizes that it gets."""
         _, content, names, outputs, _ = self._session_arguments

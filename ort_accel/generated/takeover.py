@@ -11,6 +11,7 @@ import math
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,7 @@ class Generator:
         """
         self.report = report
         self._delay_seconds, self._spent_seconds, self._least_share = delay_seconds, 0.0, least_share
-        self._waiting: list[WatchedSegment] = []
+        self._waiting: list[weakref.ref[WatchedSegment]] = []
         self._sessions, self._opset, self._operators, self._sources = sessions, opset, operators, sources
         self._files = SignedFiles(folder, SUFFIX, report) if folder is not None else None
         self._slots = threading.Semaphore(workers)
@@ -118,7 +119,7 @@ class Generator:
         """Returns a segment that goes over to generated kernels."""
         watched = WatchedSegment(segment, self, name, graph, keeps_address)
         if watched.waits:
-            self._waiting.append(watched)
+            self._waiting.append(weakref.ref(watched))
         return watched
 
     def kept(self, segment: OrtSegment) -> Candidate | Kept | None:
@@ -144,7 +145,8 @@ class Generator:
         self._spent_seconds += seconds
         if self._spent_seconds < self._delay_seconds or not self._waiting:
             return
-        batch, self._waiting, self._spent_seconds = self._waiting, [], 0.0
+        batch = [watched for waiting in self._waiting if (watched := waiting()) is not None]
+        self._waiting, self._spent_seconds = [], 0.0
         for watched in batch:
             watched.rest()
         threading.Thread(target=self._generate, args=(batch,), daemon=True, name="ort_accel kernels").start()
@@ -161,6 +163,8 @@ class Generator:
                 load_kernels(library, [name for name, outcome in outcomes.items() if outcome.is_faster])
             except Exception as error:  # training goes on with the kernels there are
                 self._failed(error)
+                for watched in batch:
+                    watched.graph = None
                 return
             self.say_without(NONE_FASTER)
             for watched, found in zip(batch, clusters, strict=True):
@@ -168,6 +172,7 @@ class Generator:
                     watched.deliver(*self._candidate(watched, found, outcomes, library))
                 except Exception as error:  # the other segments may get theirs
                     self._failed(error)
+                    watched.graph = None
 
     def _failed(self, error: Exception) -> None:
         self.say_without("no kernels could be generated; the notes say why")
@@ -200,11 +205,11 @@ class Generator:
         clusters: Mapping[str, Sequence[Cluster]],
         outcomes: Mapping[str, Outcome],
         library: bytes,
-    ) -> tuple[Candidate | None, Kept]:
+    ) -> tuple[Candidate | None, Kept | None]:
         chosen = {name: equal for name, equal in clusters.items() if outcomes[name].is_faster}
         graph, segment = watched.graph, watched.segment
         if not chosen or graph is None:
-            return None, Kept()
+            return None, Kept() if clusters else None
         changed = replace_clusters(graph, chosen)
         model = build(changed.body, changed.wanted, self._opset, changed.called)
         run = segment.with_model(model, Fallback(segment, no_more), watched.keeps_address)
@@ -288,11 +293,12 @@ class WatchedSegment:
         """Run as compiled until kernels come."""
         self._run = self.segment
 
-    def deliver(self, candidate: Candidate | None, kept: Kept) -> None:
-        """Take what was compiled; called by another thread."""
+    def deliver(self, candidate: Candidate | None, kept: Kept | None) -> None:
+        """Take what was compiled, and what is to be kept of it; called by another thread."""
         self.graph = None
-        if candidate is None:
-            self._generator.keep(self.segment, kept)
+        if candidate is None or kept is None:
+            if kept is not None:
+                self._generator.keep(self.segment, kept)
             return
         self._generator.report.counters[KERNELS_READY] += 1
         self._generator.say_without(TRYING)
@@ -300,7 +306,7 @@ class WatchedSegment:
 
     def decided(self, candidate: Candidate, kept: Kept, seconds: dict[str, float]) -> None:
         """Go on with the faster way, and keep the decision."""
-        is_faster = seconds[WITH] <= LEAST_GAIN * seconds[WITHOUT]
+        is_faster = seconds[WITH] <= LEAST_GAIN * seconds[WITHOUT] and not candidate.run.has_given_up
         report = self._generator.report
         chosen = WITH if is_faster else WITHOUT
         report.races.append(Race(self.name, "generated kernels", candidate.nodes, seconds, chosen))

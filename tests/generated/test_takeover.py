@@ -344,6 +344,8 @@ def test_after_an_error_of_a_kernel_the_segment_runs_as_compiled(
     for _ in range(MANY):
         watched()
     assert compiler.calls == before, "it is not tried again"
+    (race,) = watched.report.races
+    assert race.chosen == (WITHOUT if during == "trial" else WITH)
 
 
 def test_equal_clusters_of_waiting_segments_are_compiled_once(compiler: Compiler, kernels_win: None) -> None:
