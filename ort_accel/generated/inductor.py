@@ -96,7 +96,7 @@ def write_source(
         graph.run(*arguments)
         wrapper, *_ = graph.codegen()
     recorded = _Recorder(wrapper.value, len(given), hints).source(name, outputs)
-    names = {symbol.node.expr: sympy.Symbol(name) for symbol, name in zip(symbols, hints, strict=True)}
+    names = {symbol.node.expr: sympy.Symbol(text) for symbol, text in zip(symbols, hints, strict=True)}
     printer = PythonPrinter()
     return Source(recorded, [printer.doprint(guard.expr.xreplace(names)) for guard in env.guards])
 
