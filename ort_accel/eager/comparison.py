@@ -132,6 +132,7 @@ class EagerComparison:
         if self._steps == 1 and self._start.begin(model, inputs):
             self._report.off(FEATURE, self._start.describe())
             say(self._start.describe())
+        self._note_kernels()
         self._is_in_eager = self._start.is_on or self._is_eager_turn()
         return Step(self._now, self._ended)
 
@@ -144,6 +145,13 @@ class EagerComparison:
             self._give_up(reason)
             return False
         return self._turns.next_is_eager()
+
+    def _note_kernels(self) -> None:
+        """Compare anew where generated kernels have come, or were tried."""
+        kernels = self._report.counters[KERNELS_READY] + self._report.counters[KERNELS_TRIED]
+        if kernels != self._kernels:
+            self._kernels, self._since_compilation = kernels, 0
+            self._turns.begin_anew()
 
     @property
     def _tries_kernels(self) -> bool:
@@ -160,10 +168,6 @@ class EagerComparison:
     def _note_compilations(self, step: Step) -> None:
         counters = self._report.counters
         compilations = counters["compilations"] + counters[GRAPHS_LOADED]
-        kernels = counters[KERNELS_READY] + counters[KERNELS_TRIED]
-        if kernels != self._kernels:
-            self._kernels, self._since_compilation = kernels, 0
-            self._turns.begin_anew()
         if compilations != self._compilations:
             self._compilations, self._since_compilation = compilations, 0
             self._eager_bytes = max(self._eager_bytes, self._captured_bytes)

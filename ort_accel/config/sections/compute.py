@@ -15,7 +15,24 @@ class Generated(Section):
     """Kernels that are generated while a model trains: one for several neighbouring operators that no library has a
     kernel for (cpu only)."""
 
-    enabled: Switch = "auto"
+    enabled: Annotated[
+        Switch,
+        conflict(
+            lambda wish, deterministic: wish is True and deterministic is True,
+            "times decide which kernels run, and engine.deterministic asks for the same bits; write auto or false",
+            "engine.deterministic",
+        ),
+        conflict(
+            lambda wish, native: wish is True and not native,
+            "sessions call these kernels, and compute.native is false; write auto or false",
+            "compute.native",
+        ),
+        conflict(
+            lambda wish, provider: wish is True and provider == "cuda",
+            "kernels are generated on the CPU, and engine.provider is cuda; write auto or false",
+            "engine.provider",
+        ),
+    ] = "auto"
     """Let PyTorch's Inductor write such kernels. They are compiled in the background, and a segment uses them once
     they are there and its runs with them are faster. `auto` begins after ten seconds of training, if kernels can
     save enough; `true` begins at once, and is an error where no kernels can be generated."""
