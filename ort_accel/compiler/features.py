@@ -10,7 +10,7 @@ import torch
 
 import ort_accel
 from ort_accel.compiler.device_placement import why_not_shared
-from ort_accel.compiler.generated_kernels import record_generated
+from ort_accel.compiler.generated_kernels import ON_CUDA, record_generated
 from ort_accel.compiler.settings import Settings
 from ort_accel.config import Config
 from ort_accel.config.declaration import rows
@@ -22,7 +22,6 @@ from ort_accel.reporting import Report
 UNSEEN = "no batch has been seen yet"
 """The reason why rows and logits are not left out before the first batch."""
 
-ON_CUDA = "for the CPU; the model is on a CUDA device"
 ON_CPU = "for CUDA devices; the model is on the CPU"
 
 ONE_CAST = "a tensor is cast into a type once, and not into a wider type and back"

@@ -13,6 +13,7 @@ from ort_accel.graph.nodes import is_operator
 from ort_accel.reporting import Report
 from ort_accel.runtime.sessions import Sessions
 
+ON_CUDA = "for the CPU; the model is on a CUDA device"
 NOT_YET = "no segment has run for long enough yet"
 
 DELAY_SECONDS = 10.0
@@ -27,7 +28,7 @@ def why_none(settings: Settings) -> str:
     config = settings.config
     reasons = {
         "switched off": config.compute.generated.enabled is False,
-        "for the CPU; the model is on a CUDA device": settings.place.is_cuda,
+        ON_CUDA: settings.place.is_cuda,
         "compute.native is off": not settings.calls_pytorch,
         "steps must give the same bits": settings.session.deterministic,
         "the memory of a step is predicted for the operators as they are": (

@@ -1,4 +1,4 @@
-"""Finds clusters of a segment's operators, and replaces each by one call of a generated kernel.
+"""Finds clusters of a segment's operators, and describes each so that a kernel can be generated for it.
 
 A cluster is a connected part of the graph, of operators that a generated kernel computes in one pass over memory:
 element-wise operators, reductions, norms, softmax and copies. Matrix products, random numbers and operators with a
@@ -147,11 +147,16 @@ def _is_eligible(node: fx.Node, called: Calls) -> bool:
     return all(each.dtype in TYPES and each.device.type == "cpu" for each in tensors)
 
 
-def sources_of(node: fx.Node, called: Calls) -> Iterator[fx.Node]:
-    """Yields the nodes whose results a node reads: through what is free, and by the kernel that computes it."""
+def nodes_read(node: fx.Node, called: Calls) -> list[fx.Node]:
+    """Returns the nodes that a node reads, and those that the kernel reads which computes it."""
     kernel = called.get(node)
-    read = node.all_input_nodes if kernel is None else [item for item in kernel.arguments if isinstance(item, fx.Node)]
-    pending = list(read)
+    arguments = () if kernel is None else kernel.arguments
+    return [*node.all_input_nodes, *(item for item in arguments if isinstance(item, fx.Node))]
+
+
+def _sources_of(node: fx.Node, called: Calls) -> Iterator[fx.Node]:
+    """Yields the nodes whose results a node reads, also through what is free."""
+    pending = nodes_read(node, called)
     while pending:
         source = pending.pop()
         if is_free(source):
@@ -178,7 +183,7 @@ def _components(nodes: Sequence[fx.Node], called: Calls, operators: Collection[s
         if is_free(node) or node.op != "call_function":
             continue
         is_member = _is_eligible(node, called) and (operators is None or op_name(node) in operators)
-        sources = [source for source in sources_of(node, called) if source in depth]
+        sources = [source for source in _sources_of(node, called) if source in depth]
         depths = [depth[source] + (source in root and not is_member) for source in sources]
         waits = [named[name] for name in node.meta.get(RUNS_AFTER, ()) if name in named]
         depth[node] = max([*depths, *(depth[other] + 1 for other in waits if other in depth)], default=0)
@@ -197,12 +202,12 @@ def _cluster(members: list[fx.Node], nodes: Sequence[fx.Node], wanted: Collectio
     own = set(members)
     inputs = dict.fromkeys(value for node in members for value in _values_read(node, own))
     readers = [node for node in nodes if node not in own and not is_free(node) and node.op == "call_function"]
-    read = {value for node in readers for value in _results_read(node, own, called)}
-    read |= {value for node in wanted for value in _through_free(node, own)}
+    results = [*wanted, *(source for node in readers for source in nodes_read(node, called))]
+    read = {value for node in results for value in _through_free(node, own)}
     order = {node: at for at, node in enumerate(members)}
-    outputs = sorted(read, key=lambda value: (order[_producer(value)], value.name))
+    outputs = sorted(read, key=lambda value: (order[producer_of(value)], value.name))
     written = sum(_bytes(node) for node in members)
-    loaded = sum(_bytes(source) for node in members for source in sources_of(node, {}))
+    loaded = sum(_bytes(source) for node in members for source in _sources_of(node, {}))
     kept = sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))
     return Cluster(members, list(inputs), outputs, written + loaded - kept)
 
@@ -211,7 +216,8 @@ def _bytes(node: fx.Node) -> int:
     return sum(map(hinted_bytes, fakes_in(node.meta.get("val"))))
 
 
-def _producer(value: fx.Node) -> fx.Node:
+def producer_of(value: fx.Node) -> fx.Node:
+    """Returns the node that a value is the result of, or one of several results."""
     return value.args[0] if is_getitem(value) else value  # type: ignore[return-value]
 
 
@@ -235,15 +241,8 @@ def _values_read(node: fx.Node, own: Collection[fx.Node]) -> Iterator[fx.Node]:
             yield value
 
 
-def _results_read(node: fx.Node, own: Collection[fx.Node], called: Calls) -> Iterator[fx.Node]:
-    """Yields the results of a cluster that another node reads."""
-    kernel = called.get(node)
-    arguments = () if kernel is None else kernel.arguments
-    for source in [*node.all_input_nodes, *(item for item in arguments if isinstance(item, fx.Node))]:
-        yield from _through_free(source, own)
-
-
 def _through_free(value: fx.Node, own: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """Yields the results of a cluster that are behind a value."""
     pending = [value]
     while pending:
         value = pending.pop()

@@ -10,14 +10,14 @@ from typing import TypeAlias
 
 from torch import fx
 
-from ort_accel.generated.clusters import Cluster, is_free
+from ort_accel.generated.clusters import Cluster, is_free, nodes_read, producer_of
 from ort_accel.graph.meta_keys import RUNS_AFTER
-from ort_accel.graph.nodes import is_random, is_size
+from ort_accel.graph.nodes import is_getitem, is_random, is_size
 from ort_accel.kernels.kernel_call import Calls, KernelArgument, KernelCall, Output, Stride
 from ort_accel.partition.segments import Body
 
 Unit: TypeAlias = fx.Node | Cluster
-"""What is written at once: a node, or a cluster as one call."""
+"""A node, or a cluster that becomes one call."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class _Replacement:
     def _free_nodes_needed(self) -> set[fx.Node]:
         """Returns the views, parts and constants that nodes outside of clusters read."""
         outside = [node for node in self._old.body.nodes if node not in self._cluster_of and not is_free(node)]
-        pending = [*self._old.wanted, *(source for node in outside for source in self._sources(node))]
+        pending = [*self._old.wanted, *(source for node in outside for source in nodes_read(node, self._old.called))]
         pending += [node for cluster in self._cluster_of.values() for node in cluster.inputs]
         needed: set[fx.Node] = set()
         while pending:
@@ -95,22 +95,15 @@ class _Replacement:
 
     def _is_result(self, node: fx.Node) -> bool:
         """True for the parts of a cluster's node, which the cluster itself returns."""
-        source = node.args[0] if node.target is operator.getitem else None
-        return isinstance(source, fx.Node) and source in self._cluster_of
-
-    def _sources(self, node: fx.Node) -> list[fx.Node]:
-        kernel = self._old.called.get(node)
-        arguments = () if kernel is None else kernel.arguments
-        return [*node.all_input_nodes, *(item for item in arguments if isinstance(item, fx.Node))]
+        return is_getitem(node) and producer_of(node) in self._cluster_of
 
     def _reads(self, unit: Unit) -> Iterator[Unit]:
         """Yields what a unit waits for."""
         nodes = unit.nodes if isinstance(unit, Cluster) else [unit]
-        sources = unit.inputs if isinstance(unit, Cluster) else self._sources(unit)
+        sources = unit.inputs if isinstance(unit, Cluster) else nodes_read(unit, self._old.called)
         names = [name for node in nodes for name in node.meta.get(RUNS_AFTER, ()) if name in self._by_name]
         for source in [*sources, *map(self._by_name.__getitem__, names)]:
-            producer = source.args[0] if self._is_result(source) else source
-            assert isinstance(producer, fx.Node)
+            producer = producer_of(source) if self._is_result(source) else source
             yield self._cluster_of.get(producer, producer)
 
     def _write_cluster(self, cluster: Cluster) -> None:

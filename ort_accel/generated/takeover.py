@@ -51,9 +51,8 @@ TRIED_RUNS = 6
 LEAST_GAIN = 0.99
 """The share of the former time that runs with generated kernels may take at most."""
 
-
 BYTES_A_SECOND, CALL_SECONDS = 1e10, 5e-6
-"""What saved memory traffic and saved calls are estimated to be worth."""
+"""The speed of memory and the time of a call, by which the time that a cluster can save is estimated."""
 
 
 def no_more(_: Exception) -> bool:

@@ -344,6 +344,22 @@ def test_a_kernel_that_reads_a_result_has_it_as_an_output() -> None:
     assert [str(node) for node in cluster.outputs] == ["exp", "cos"]
 
 
+def test_a_kernel_that_leaves_an_operand_unread_separates_clusters() -> None:
+    """The node still reads the operand, and waits for it."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        before = x.sin().exp()
+        return (torch.mm(before, y) * before).tanh()
+
+    traced = Traced(function, (X, Y))
+    body = traced.segment.body
+    product = next(node for node in body.nodes if node.name == "mm")
+    calls = {**traced.segment.called, product: KernelCall("product", (product.args[1], Output(0)))}
+    first, second = find_clusters(body.nodes, traced.segment.wanted, calls)
+    assert [str(node) for node in first.nodes] == ["sin", "exp"]
+    assert [str(node) for node in second.nodes] == ["mul", "tanh"]
+
+
 def test_members_are_in_the_order_of_the_graph() -> None:
     def function(x: Tensor, y: Tensor) -> Tensor:
         late = torch.mm(y.cos(), y)
