@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from ort_accel.graph.memory_layout import Order, have_same_strides, permuted_order, reverse
+from ort_accel.graph.memory_layout import Order, have_same_strides, is_plain, permuted_order, reverse
 from ort_accel.graph.nodes import call, constant_of, fakes_in, is_getitem, is_random, is_size, is_view
 from ort_accel.graph.symbolic_sizes import Size, expression, known_equal
 from ort_accel.kernels.kernel_call import Calls
@@ -215,10 +215,14 @@ class _Builder:
     def _taken(self, node: fx.Node) -> tuple[Strided, Any]:
         """Takes a view of the memory where its source lies; of a copy where that memory allows no such view."""
         first = cast("fx.Node", node.args[0])
-        source = self.strided(first)
-        if (taken := _apply(node, source.fake)) is not None:
+        source, fake = self.strided(first), first.meta["val"]
+        names_positions = node.target is aten.as_strided.default
+        if names_positions and not _is_all_memory(fake):
+            raise NotLowerable(f"{call(node)}: it names positions in the memory of a larger tensor")
+        lies_alike = not names_positions or (_covers(source.fake, fake, fake) and source.origin == 0)
+        if lies_alike and (taken := _apply(node, source.fake)) is not None:
             return source, taken
-        copied = self._copy(source, first.meta["val"].new_empty(first.meta["val"].shape))
+        copied = self._copy(source, dense(fake) if names_positions else fake.new_empty(fake.shape))
         if (taken := _apply(node, copied.fake)) is None:
             raise NotLowerable(f"{call(node)}: it is no view of contiguous memory")
         return copied, taken
@@ -257,8 +261,6 @@ def _keeps_dtype(view: fx.Node) -> bool:
 def _apply(node: fx.Node, source: torch.Tensor) -> Any:
     """Returns the view that a node takes, taken of another tensor; None if it would have to copy."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    if node.target is aten.as_strided.default:
-        raise NotLowerable("as_strided names positions in memory")
     _, *args = fx.map_arg(node.args, lambda item: item.meta["val"])
     kwargs = fx.map_arg(node.kwargs, lambda item: item.meta["val"])
     target = aten.view.default if node.target is aten._unsafe_view.default else node.target
@@ -268,6 +270,11 @@ def _apply(node: fx.Node, source: torch.Tensor) -> Any:
         return None
     memory = source.untyped_storage()._cdata
     return taken if all(view.untyped_storage()._cdata == memory for view in fakes_in(taken)) else None
+
+
+def _is_all_memory(fake: torch.Tensor) -> bool:
+    """True if a tensor begins with its memory and has no gaps."""
+    return expression(fake.storage_offset()) == 0 and (is_plain(fake) or permuted_order(fake) is not None)
 
 
 def _covers(view: torch.Tensor, memory: torch.Tensor, layout: torch.Tensor) -> bool:

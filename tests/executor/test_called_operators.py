@@ -47,6 +47,13 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Tensor]]] = {
     ),
     "a view that needs a copy": (lambda x: torch.exp(x.t().reshape(-1)), (normal(3, 5),)),
     "parts of a view": (lambda x: torch.add(*x.split(3, -1)), (normal(4, 6),)),
+    "positions in memory": (lambda x: x.exp().as_strided((3, 4), (1, 3), 2), (normal(4, 6),)),
+    "positions in permuted memory": (lambda x: x.t().exp().as_strided((4, 6), (6, 1)), (normal(4, 6),)),
+    "positions in memory of an input with gaps": (
+        lambda x: x.exp().as_strided((3, 2), (4, 1), 1).exp(),
+        (normal(6, 8)[::2, 1:5],),
+    ),
+    "average of all": (lambda x: functional.adaptive_avg_pool1d(x, 1).flatten(1).exp(), (normal(2, 3, 5),)),
     "an input with gaps": (lambda x: x.exp(), (normal(6, 8)[::2, 1:5],)),
     "an expanded input": (lambda x: x.exp(), (normal(1, 4).expand(3, 4),)),
     "without elements": (lambda x: x.exp().sum(0), (normal(0, 4),)),
