@@ -82,6 +82,8 @@ class Runner(StrEnum):
 
     ORT = "onnxruntime"
     PYTORCH = "pytorch"
+    INDUCTOR = "inductor"
+    """A program that PyTorch's Inductor has written for the whole segment."""
 
 
 class Kernels(StrEnum):
@@ -135,7 +137,7 @@ class Segment:
 
     def work(self) -> dict[Kernels, tuple[int, float]]:
         """Returns the nodes and the FLOPs of each side's kernels."""
-        if self.runner is Runner.PYTORCH:
+        if self.runner is not Runner.ORT:
             return {Kernels.OUTSIDE: (self.nodes, self.flops)}
         native, called = (self.own_nodes, self.own_flops), (self.called_nodes, self.called_flops)
         rest = self.nodes - native[0] - called[0], self.flops - native[1] - called[1]
@@ -292,8 +294,10 @@ class Race:
     chosen: str
 
 
-KERNELS_READY, KERNELS_TRIED = "segments with generated kernels", "segments whose generated kernels were tried"
-"""Counters. While the first is greater, segments run with and without generated kernels in turn."""
+KERNELS_AWAITED = "segments that wait for generated code"
+KERNELS_READY, KERNELS_TRIED = "segments with generated code", "segments whose generated code was tried"
+"""Counters. While the second is greater than the third, segments run with and without generated code in turn. A segment
+counts once for each kind of code."""
 
 ENGINE, EAGER = "ort_accel", "eager PyTorch"
 """The runners of a whole training step."""

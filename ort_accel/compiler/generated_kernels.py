@@ -9,6 +9,7 @@ from ort_accel.compiler.settings import Settings
 from ort_accel.errors import ConfigError, Problem
 from ort_accel.generated.builds import why_no_compiler
 from ort_accel.generated.takeover import FEATURE, Generator
+from ort_accel.generated.trial import CLUSTERS, PROGRAM
 from ort_accel.graph.nodes import is_operator
 from ort_accel.reporting import Report
 from ort_accel.runtime.sessions import Sessions
@@ -16,8 +17,9 @@ from ort_accel.runtime.sessions import Sessions
 ON_CUDA = "for the CPU; the model is on a CUDA device"
 NOT_YET = "no segment has run for long enough yet"
 
-DELAY_SECONDS = 10.0
-"""With `auto`, the time that segments have run for when their kernels begin to be compiled."""
+DELAY_SECONDS = {CLUSTERS: 10.0, PROGRAM: 120.0}
+"""With `auto`, the time that segments run for before code of each kind is compiled for them, one after the other.
+Programs take about as long to compile where training keeps the processor busy."""
 
 LEAST_SHARE = 0.01
 """With `auto`, the share of a segment's time that generated kernels must be able to save."""
@@ -56,12 +58,23 @@ def generator_for(settings: Settings, sessions: Sessions, report: Report) -> Gen
         settings.opset,
         report,
         workers=wish.workers,
-        delay_seconds=0.0 if wish.enabled is True else DELAY_SECONDS,
+        delay_seconds=_delays(settings),
         least_share=0.0 if wish.enabled is True else LEAST_SHARE,
         operators=None if wish.ops_file is None else _operators(wish.ops_file),
         folder=engine.cache_dir,
         sources=engine.save_onnx if wish.debug else None,
     )
+
+
+def _delays(settings: Settings) -> dict[str, float]:
+    """Returns the ways that are tried, and how long segments run before that.
+
+    A program of Inductor takes other memory than a plan foresees, and runs other operators than a list allows.
+    """
+    wish, memory = settings.config.compute.generated, settings.config.memory
+    has_programs = wish.ops_file is None and memory.decides_itself and not memory.saves
+    ways = [way for way in DELAY_SECONDS if way == CLUSTERS or has_programs]
+    return {way: 0.0 if wish.enabled is True else DELAY_SECONDS[way] for way in ways}
 
 
 def _operators(file: Path) -> frozenset[str]:

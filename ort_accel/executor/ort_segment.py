@@ -87,7 +87,7 @@ class OrtSegment:
         self._fed = list(map(model.given.index, model.inputs))
         self._framed = list(map(model.given.index, model.framed))
         self._frame = Frame(model.framed, model.readers) if model.framed else None
-        self._frees_inputs, self._is_proven = frees_inputs, False
+        self.frees_inputs, self._is_proven = frees_inputs, False
         names = [value.name or "" for value in model.model.graph.inputs]
         content = ir.to_proto(model.model).SerializeToString()
         outputs = [value.name or "" for value in model.outputs]
@@ -109,7 +109,7 @@ class OrtSegment:
     def with_model(self, model: Model, fallback: Fallback, keeps_address: Callable[[fx.Node], bool]) -> OrtSegment:
         """Returns a segment that computes the same by another model."""
         sessions, _, _, _, name = self._session_arguments
-        return OrtSegment(model, sessions, keeps_address, fallback, name, self.record, self._frees_inputs)
+        return OrtSegment(model, sessions, keeps_address, fallback, name, self.record, self.frees_inputs)
 
     @property
     def has_given_up(self) -> bool:
@@ -178,7 +178,7 @@ class OrtSegment:
     @property
     def _gives_inputs_away(self) -> bool:
         """True if a run gives its inputs away, so that PyTorch cannot repeat it once a call has read them."""
-        return self._frees_inputs and self._is_proven and self._frame is not None
+        return self.frees_inputs and self._is_proven and self._frame is not None
 
     def _by_pytorch(self, error: Exception, tensors: Inputs, symbols: Symbols) -> Outputs:
         """Runs the segment in PyTorch after a failure, with the memory that the failed run held."""

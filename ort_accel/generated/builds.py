@@ -1,4 +1,4 @@
-"""Compiles clusters in a process of its own, and makes their kernels known to sessions."""
+"""Compiles clusters and graphs in a process of its own, and makes kernels known to sessions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 
 from ort_accel.errors import OrtAccelError
 from ort_accel.generated.clusters import Cluster
+from ort_accel.generated.whole_graph import WholeGraph
 from ort_accel.generated.worker import REQUEST, RESULT, SOURCE, Outcome, Request
 from ort_accel.native.library import native_library
 
@@ -30,6 +32,9 @@ MOST_SECONDS = 600
 _RUNNING: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
 _LOADED: list[ctypes.CDLL] = []
 """Libraries of kernels, which stay loaded as long as the process."""
+
+SOURCES = ("clusters.py", "description.py", "inductor.py", "program.py", "whole_graph.py", "worker.py")
+"""The files of this package that decide what kept kernels contain."""
 
 
 class NoKernels(OrtAccelError):
@@ -47,21 +52,32 @@ def _compiler() -> str:
     return next(filter(None, map(shutil.which, filter(None, names))), "")
 
 
-def compile_clusters(clusters: Mapping[str, Cluster], sources: Path | None) -> tuple[bytes, dict[str, Outcome]]:
-    """Returns the library of kernels for clusters, by the kernels' names, and the outcome for each of them.
+def compile_parts(parts: Mapping[str, Cluster | WholeGraph], sources: Path | None) -> tuple[bytes, dict[str, Outcome]]:
+    """Returns a library with the kernels of clusters and whole graphs, and the outcome for each part, by its name.
 
     `sources` is a folder that keeps the kernels' C++.
     """
     with TemporaryDirectory(prefix="ort_accel-") as name:
         folder = Path(name)
-        requests = [asdict(Request(name, each.source, each.hints)) for name, each in clusters.items()]
-        (folder / REQUEST).write_text(json.dumps({"threads": torch.get_num_threads(), "clusters": requests}))
+        requests = [
+            asdict(Request(name, part.source, part.hints, is_graph=isinstance(part, WholeGraph)))
+            for name, part in parts.items()
+        ]
+        content = {"threads": torch.get_num_threads(), "modules": _modules(parts), "parts": requests}
+        (folder / REQUEST).write_text(json.dumps(content))
         _run(folder)
         outcomes = {name: Outcome(**item) for name, item in json.loads((folder / RESULT).read_text()).items()}
         if sources is not None:
-            _keep_sources(folder, sources, clusters)
+            _keep_sources(folder, sources, parts)
         library = folder / LIBRARY
         return library.read_bytes() if library.exists() else b"", outcomes
+
+
+def _modules(parts: Mapping[str, Cluster | WholeGraph]) -> list[str]:
+    """Returns the loaded modules that may define operators of whole graphs."""
+    texts = [part.source for part in parts.values() if isinstance(part, WholeGraph)]
+    used = {name for text in texts for name in re.findall(r"torch\.ops\.(\w+)\.", text)}
+    return [name for name in sys.modules if name.partition(".")[0] in used - {"torch"}]
 
 
 def _run(folder: Path) -> None:
@@ -93,12 +109,21 @@ def _run(folder: Path) -> None:
 _PROJECT = str(Path(__file__).parents[2])
 
 
-def _keep_sources(folder: Path, sources: Path, clusters: Mapping[str, Cluster]) -> None:
+def _keep_sources(folder: Path, sources: Path, parts: Mapping[str, Cluster | WholeGraph]) -> None:
     sources.mkdir(parents=True, exist_ok=True)
-    first = next(iter(clusters))
-    shutil.copyfile(folder / SOURCE, sources / f"{first}.cpp")
-    for name, cluster in clusters.items():
-        (sources / f"{name}.py").write_text(cluster.source)
+    first = next(iter(parts))
+    if (folder / SOURCE).exists():
+        shutil.copyfile(folder / SOURCE, sources / f"{first}.cpp")
+    for name, part in parts.items():
+        (sources / f"{name}.py").write_text(part.source)
+
+
+def load_library(library: bytes) -> ctypes.CDLL:
+    """Returns a loaded library, which needs no file any more."""
+    with TemporaryDirectory(prefix="ort_accel-") as folder:
+        path = Path(folder) / LIBRARY
+        path.write_bytes(library)
+        return ctypes.CDLL(str(path))
 
 
 def load_kernels(library: bytes, names: Sequence[str]) -> None:
@@ -107,10 +132,7 @@ def load_kernels(library: bytes, names: Sequence[str]) -> None:
         return
     native = native_library()
     assert native is not None
-    with TemporaryDirectory(prefix="ort_accel-") as folder:
-        path = Path(folder) / LIBRARY
-        path.write_bytes(library)
-        loaded = ctypes.CDLL(str(path))  # stays mapped without its file
+    loaded = load_library(library)
     _LOADED.append(loaded)
     for name in names:
         address = ctypes.cast(loaded[name], ctypes.c_void_p)
@@ -119,8 +141,8 @@ def load_kernels(library: bytes, names: Sequence[str]) -> None:
 
 @cache
 def build_version() -> str:
-    """Returns what a kernel depends on beside its cluster: torch, the processor, and what writes kernels."""
-    own = b"".join((Path(__file__).parent / name).read_bytes() for name in ("clusters.py", "inductor.py", "worker.py"))
+    """Returns what a kernel depends on beside its description: torch, the processor, and what writes kernels."""
+    own = b"".join((Path(__file__).parent / name).read_bytes() for name in SOURCES)
     flags = (
         Path("/proc/cpuinfo").read_text().split("flags", 1)[-1].splitlines()[0]
         if Path("/proc/cpuinfo").exists()

@@ -7,20 +7,16 @@ kernel of the native library lie between clusters. No path leaves a cluster and 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
-import sympy
 import torch
 from torch import fx
-from torch.utils._sympy.printers import PythonPrinter
 
-from ort_accel.graph.memory_layout import is_plain, permuted_order
+from ort_accel.generated.description import NotDescribable, Part
 from ort_accel.graph.meta_keys import RUNS_AFTER
 from ort_accel.graph.nodes import fakes_in, is_data_dependent, is_getitem, is_random, is_size, is_view, op_name, writes
-from ort_accel.graph.symbolic_sizes import expression, hint, hinted_bytes, without_empty
+from ort_accel.graph.symbolic_sizes import hinted_bytes
 from ort_accel.kernels.kernel_call import Calls
 
 aten = torch.ops.aten
@@ -77,28 +73,10 @@ MAX_NODES = 4000
 
 
 @dataclass
-class Cluster:
+class Cluster(Part):
     """Operators that one generated kernel computes."""
 
-    nodes: list[fx.Node]
-    """In the order of the graph."""
-    inputs: list[fx.Node]
-    outputs: list[fx.Node]
-    saved_bytes: int
-    source: str = ""
-    """A Python module with the functions `inputs`, `outputs` and `cluster`, which describes it. Equal clusters have
-    equal modules."""
-    symbols: list[torch.SymInt] = field(default_factory=list)
-    """The sizes that the kernel gets, in the order of the module's symbols."""
-
-    @property
-    def hints(self) -> dict[str, int]:
-        """Returns the symbols' values at the sizes of the capture."""
-        return {f"s{at}": hint(symbol) for at, symbol in enumerate(self.symbols)}
-
-
-class NotDescribable(Exception):
-    """Raised for a cluster with an argument that a module cannot name."""
+    saved_bytes: int = 0
 
 
 def is_free(node: fx.Node) -> bool:
@@ -126,7 +104,7 @@ def find_clusters(
             if cluster.saved_bytes < MIN_SAVED_BYTES or not cluster.outputs:
                 continue
             try:
-                _Description(cluster).write()
+                cluster.describe()
             except NotDescribable:
                 continue
             found.append(cluster)
@@ -209,7 +187,7 @@ def _cluster(members: list[fx.Node], nodes: Sequence[fx.Node], wanted: Collectio
     written = sum(_bytes(node) for node in members)
     loaded = sum(_bytes(source) for node in members for source in _sources_of(node, {}))
     kept = sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))
-    return Cluster(members, list(inputs), outputs, written + loaded - kept)
+    return Cluster(members, list(inputs), outputs, saved_bytes=written + loaded - kept)
 
 
 def _bytes(node: fx.Node) -> int:
@@ -250,99 +228,3 @@ def _through_free(value: fx.Node, own: Collection[fx.Node]) -> Iterator[fx.Node]
             yield value
         elif is_free(value):
             pending += value.all_input_nodes
-
-
-class _Description:
-    """Writes a cluster as a Python module."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._names: dict[fx.Node, str] = {node: f"a{at}" for at, node in enumerate(cluster.inputs)}
-        self._symbols: dict[sympy.Symbol, sympy.Symbol] = {}
-        self._sizes: list[torch.SymInt] = []
-        self._lines: list[str] = []
-        self._printer = PythonPrinter()
-
-    def write(self) -> None:
-        """Set the cluster's source and symbols; raises `NotDescribable`."""
-        cluster = self._cluster
-        if not all(_lies_without_gaps(node) for node in cluster.outputs):
-            raise NotDescribable("a result with gaps in memory")
-        for node in cluster.nodes:
-            self._name(node)
-        inputs, outputs = self._layouts(cluster.inputs), self._layouts(cluster.outputs)
-        results = "".join(f"{self._name(node)}, " for node in cluster.outputs)
-        symbols = [str(symbol) for symbol in self._symbols.values()]
-        given = ", ".join([*symbols, *map(self._name, cluster.inputs)])
-        cluster.symbols = self._sizes
-        cluster.source = "\n".join(
-            [
-                *_function("inputs", ", ".join(symbols), [f"return [{inputs}]"]),
-                *_function("outputs", ", ".join(symbols), [f"return [{outputs}]"]),
-                *_function("cluster", given, [*self._lines, f"return ({results})"]),
-            ]
-        )
-
-    def _name(self, node: fx.Node) -> str:
-        if node not in self._names:
-            if node.op != "call_function":
-                raise NotDescribable(node.op)
-            target = "operator.getitem" if is_getitem(node) else f"torch.ops.{node.target}"
-            arguments = [self._value(item) for item in node.args]
-            arguments += [f"{name}={self._value(item)}" for name, item in node.kwargs.items()]
-            name = f"n{len(self._names)}"
-            self._lines.append(f"{name} = {target}({', '.join(arguments)})")
-            self._names[node] = name
-        return self._names[node]
-
-    def _value(self, item: Any) -> str:
-        match item:
-            case fx.Node() if isinstance(item.meta.get("val"), int | torch.SymInt):
-                return self._size(item.meta["val"])
-            case fx.Node() if isinstance(item.meta.get("val"), torch.Tensor | tuple | list):
-                return self._name(item)
-            case list() | tuple():
-                return f"[{', '.join(map(self._value, item))}]"
-            case float() if not math.isfinite(item):
-                return f"float({str(item)!r})"
-            case torch.SymInt():
-                return self._size(item)
-            case None | bool() | int() | float() | str():
-                return repr(item)
-            case torch.dtype() | torch.memory_format() | torch.layout():
-                return str(item)
-            case torch.device():
-                return f"torch.device({item.type!r})"
-        raise NotDescribable(type(item).__name__)
-
-    def _size(self, size: int | torch.SymInt, change: Callable[[sympy.Expr], sympy.Expr] = lambda found: found) -> str:
-        found = expression(size)
-        if isinstance(found, int):
-            return str(found)
-        assert isinstance(size, torch.SymInt)
-        for symbol in sorted(found.free_symbols, key=str):
-            if symbol not in self._symbols:
-                self._symbols[symbol] = sympy.Symbol(f"s{len(self._symbols)}", integer=True, positive=True)
-                env = size.node.shape_env
-                if symbol not in env.backed_var_to_val:
-                    raise NotDescribable("a size that follows from data")
-                self._sizes.append(env.create_symintnode(symbol, hint=int(env.backed_var_to_val[symbol])))
-        text: str = self._printer.doprint(change(found).xreplace(self._symbols))
-        return text
-
-    def _layouts(self, nodes: Sequence[fx.Node]) -> str:
-        return ", ".join(self._layout(node.meta["val"]) for node in nodes)
-
-    def _layout(self, fake: torch.Tensor) -> str:
-        shape = "".join(f"{self._size(size)}, " for size in fake.shape)
-        strides = "".join(f"{self._size(stride, without_empty)}, " for stride in fake.stride())
-        return f"Layout({fake.dtype}, ({shape}), ({strides}))"
-
-
-def _lies_without_gaps(node: fx.Node) -> bool:
-    fake = node.meta["val"]
-    return is_plain(fake) or permuted_order(fake) is not None
-
-
-def _function(name: str, parameters: str, lines: Sequence[str]) -> list[str]:
-    return [f"def {name}({parameters}):", *(f"    {line}" for line in lines), ""]

@@ -1,8 +1,8 @@
-"""Lets PyTorch's Inductor write the C++ of a cluster.
+"""Lets PyTorch's Inductor write the C++ of a cluster, or Python and C++ of a whole graph.
 
-It uses what is private to torch: `GraphLowering`, the text that its Python wrapper consists of, `cpp_builder` and
-`pick_vec_isa`. Checked with torch 2.13. The wrapper is run once with stand-ins for its functions, which record
-the kernels that it would launch, in order, and the buffers that it would allocate.
+It uses what is private to torch: `GraphLowering`, `compile_fx_inner`, the text that Inductor's Python wrapper consists
+of, `cpp_builder` and `pick_vec_isa`. Checked with torch 2.13. The wrapper of a cluster is run once with stand-ins for
+its functions, which record the kernels that it would launch, in order, and the buffers that it would allocate.
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ from unittest.mock import patch
 import sympy
 import torch
 from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
+from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions, get_cpp_compiler
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
+from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.printers import CppPrinter, PythonPrinter
+
+from ort_accel.generated.description import KERNELS, Description, Layout, checked_name, kernel_name
 
 Size: TypeAlias = int | sympy.Expr
 
@@ -36,6 +41,8 @@ SETTINGS = {
     "cpp.dynamic_threads": True,  # as many as PyTorch has when the kernel runs
     "cpp.enable_kernel_profile": False,
     "cpp_wrapper": False,
+    "fallback_random": True,  # numbers are drawn as PyTorch's operators draw them
+    "fx_graph_cache": False,
     "graph_partition": False,
     "size_asserts": False,
 }
@@ -45,60 +52,135 @@ ROUNDING = "emulate_precision_casts"
 
 ALIGNMENT_BYTES = 64
 
+aten = torch.ops.aten
+
+INDEXING = {
+    aten.embedding,
+    aten.embedding_dense_backward,
+    aten.gather,
+    aten.index,
+    aten.index_add,
+    aten.index_copy,
+    aten.index_put,
+    aten.index_put_,
+    aten.index_select,
+    aten.nll_loss_backward,
+    aten.nll_loss_forward,
+    aten.scatter,
+    aten.scatter_,
+    aten.scatter_add,
+    aten.scatter_add_,
+    aten.scatter_reduce,
+    aten.scatter_reduce_,
+    aten.take,
+}
+"""Operators that read or write where a tensor of positions says."""
+
 
 class CannotGenerate(Exception):
     """Raised if Inductor writes something for a cluster that is not only kernels in C++."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The type, sizes and strides of a tensor of a cluster."""
-
-    dtype: torch.dtype
-    shape: Sequence[Any]
-    strides: Sequence[Any]
-
-
-@dataclass(frozen=True)
 class Source:
-    """The C++ of a cluster: a function with the name of the cluster."""
+    """The code of a cluster or a graph."""
 
     text: str
+    """C++: for a cluster, a function with its name; for a graph, all its kernels."""
     conditions: list[str]
     """Conditions on the symbols, in Python, under which it holds."""
+    wrapper: str = ""
+    """For a graph, the Python module that calls the kernels."""
 
 
-def write_source(
-    name: str,
-    run: Callable[..., Sequence[torch.Tensor]],
-    hints: Mapping[str, int],
-    inputs: Callable[..., Sequence[Layout]],
-    outputs: Callable[..., Sequence[Layout]],
-) -> Source:
-    """Returns the C++ of a cluster.
-
-    `run` takes the symbols and the tensors; `inputs` and `outputs` return layouts for the symbols.
-    """
-    env = ShapeEnv()
-    symbols = [_symbol(env, symbol, hint) for symbol, hint in hints.items()]
-    shows_rounding = any(each.dtype not in (torch.bfloat16, torch.float16) for each in outputs(*symbols))
-    settings = SETTINGS | {ROUNDING: shows_rounding}
-    with FakeTensorMode(shape_env=env) as mode, inductor_config.patch(settings):
-        given = [torch.empty_strided(each.shape, each.strides, dtype=each.dtype) for each in inputs(*symbols)]
-        wanted = [tuple(each.strides) for each in outputs(*symbols)]
-        arguments = [*symbols, *given]
-        module = make_fx(run, decomposition_table=select_decomp_table())(*arguments)
-    output = module.graph.output_node()
-    output.meta["user_visible_output_idxs"] = list(range(len(wanted)))
-    output.meta["original_output_strides"] = wanted
-    graph = GraphLowering(module, example_inputs=arguments, shape_env=env)
-    with DebugContext(), V.set_fake_mode(mode), V.set_graph_handler(graph), inductor_config.patch(settings):
-        graph.run(*arguments)
+def write_source(name: str, described: Description, hints: Mapping[str, int]) -> Source:
+    """Returns the C++ of a cluster."""
+    traced = _Traced(described, hints)
+    graph = GraphLowering(traced.module, example_inputs=traced.arguments, shape_env=traced.env)
+    with (
+        DebugContext(),
+        V.set_fake_mode(traced.mode),
+        V.set_graph_handler(graph),
+        inductor_config.patch(traced.settings),
+    ):
+        graph.run(*traced.arguments)
         wrapper, *_ = graph.codegen()
-    recorded = _Recorder(wrapper.value, len(given), hints).source(name, outputs)
-    names = {symbol.node.expr: sympy.Symbol(text) for symbol, text in zip(symbols, hints, strict=True)}
-    printer = PythonPrinter()
-    return Source(recorded, [printer.doprint(guard.expr.xreplace(names)) for guard in env.guards])
+    recorded = _Recorder(wrapper.value, len(traced.arguments) - len(hints), hints).source(name, described.outputs)
+    return Source(recorded, traced.conditions())
+
+
+def write_program(name: str, described: Description, hints: Mapping[str, int]) -> Source:
+    """Returns the Python and the C++ of a whole graph, which calls PyTorch's operators, too."""
+    traced = _Traced(described, hints)
+    kernels: list[str] = []
+
+    def kernel(_: object, types: Sequence[str], source: str, *__: object, **___: object) -> None:
+        own = kernel_name(name, len(kernels))
+        parameters = ", ".join(f"{kind} a{at}" for at, kind in enumerate(types))
+        arguments = ", ".join(f"a{at}" for at in range(len(types)))
+        checked = CHECKED.format(name=checked_name(own), kernel=own, parameters=parameters, arguments=arguments)
+        kernels.append(_renamed(source, own) + checked)
+
+    with (
+        inductor_config.patch(traced.settings),
+        patch.dict(lowerings, {operator: fallback_handler(operator, False) for operator in _indexing()}),  # type: ignore[no-untyped-call]
+        tracing(TracingContext(traced.mode)),
+        patch.object(AsyncCompile, "cpp_pybinding", kernel),
+        patch.object(AsyncCompile, "wait", lambda *_: None),
+    ):
+        compiled: Any = compile_fx_inner(traced.module, traced.arguments)
+    if compiled.constants:
+        raise CannotGenerate("a program with constants of its own")
+    if any("TORCH_CHECK" in kernel for kernel in kernels):
+        raise CannotGenerate("a kernel that checks its data")
+    wrapper = compiled.source_code.replace("AsyncCompile()", KERNELS)
+    return Source("".join(kernels), traced.conditions(), wrapper)
+
+
+def _indexing() -> list[torch._ops.OpOverload]:
+    """Returns the operators that read or write where a tensor says. PyTorch computes them and checks the positions.
+
+    A kernel of Inductor checks them in its threads, where an error ends the process.
+    """
+    found = (getattr(packet, name) for packet in INDEXING for name in packet.overloads())  # type: ignore[no-untyped-call]
+    return [overload for overload in found if overload in lowerings]
+
+
+def _renamed(source: str, name: str) -> str:
+    if source.count(" kernel(") != 1:
+        raise CannotGenerate("a kernel of another form")
+    return source.replace(" kernel(", f" {name}(")
+
+
+def _packet(name: object) -> object:
+    """Returns the operator of an overload."""
+    return getattr(name, "overloadpacket", name)
+
+
+class _Traced:
+    """What a description runs, traced with symbolic sizes into the operators that Inductor compiles."""
+
+    def __init__(self, described: Description, hints: Mapping[str, int]) -> None:
+        self.env = ShapeEnv()
+        symbols = [_symbol(self.env, symbol, hint) for symbol, hint in hints.items()]
+        results = described.outputs(*symbols)
+        shows_rounding = any(each.dtype not in (torch.bfloat16, torch.float16) for each in results)
+        self.settings = SETTINGS | {ROUNDING: shows_rounding}
+        with FakeTensorMode(shape_env=self.env) as self.mode, inductor_config.patch(self.settings):
+            layouts = described.inputs(*symbols)
+            given = [torch.empty_strided(each.shape, each.strides, dtype=each.dtype) for each in layouts]
+            self.arguments: list[Any] = [*symbols, *given]
+            table = {name: each for name, each in select_decomp_table().items() if _packet(name) not in INDEXING}
+            self.module = make_fx(described.run, decomposition_table=table)(*self.arguments)
+        output = self.module.graph.output_node()
+        output.meta["user_visible_output_idxs"] = list(range(len(results)))
+        output.meta["original_output_strides"] = [tuple(each.strides) for each in results]
+        self._names = {symbol.node.expr: sympy.Symbol(text) for symbol, text in zip(symbols, hints, strict=True)}
+
+    def conditions(self) -> list[str]:
+        """Returns the conditions on the symbols that tracing and compiling have relied on, in Python."""
+        printer = PythonPrinter()
+        return [printer.doprint(guard.expr.xreplace(self._names)) for guard in self.env.guards]
 
 
 def check_compiler() -> None:
@@ -182,10 +264,8 @@ class _Recorder:
         """Runs the wrapper. Returns its results."""
 
         def kernel(_: object, __: object, source: str, *___: object, **____: object) -> Callable[..., None]:
-            own = f"{name}_k{len(self._kernels)}"
-            if source.count(" kernel(") != 1:
-                raise CannotGenerate("a kernel of another form")
-            self._kernels.append(source.replace(" kernel(", f" {own}("))
+            own = kernel_name(name, len(self._kernels))
+            self._kernels.append(_renamed(source, own))
             return lambda *values: self._launches.append(_Launch(own, values))
 
         functions: dict[str, Any] = {"__name__": name}
@@ -257,10 +337,23 @@ FUNCTION = """extern "C" int64_t {name}(const Value* a) try {{
 """
 """The function of a cluster. An exception, such as a division of integers by zero, becomes its result."""
 
+CHECKED = """extern "C" const char* {name}({parameters}) try {{
+  {kernel}({arguments});
+  return nullptr;
+}} catch (const std::exception& error) {{
+  static thread_local std::string text;
+  text = error.what();
+  return text.c_str();
+}}
+"""
+"""The function by which a program calls a kernel. It returns the text of an exception: an index may be out of range."""
+
 PREAMBLE = f"""
 #include <torch/csrc/inductor/cpp_prefix.h>
 #include <cstdlib>
+#include <exception>
 #include <new>
+#include <string>
 
 union Value {{
   int64_t integer;

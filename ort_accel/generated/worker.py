@@ -1,19 +1,21 @@
-"""The background process that compiles clusters: `python -m ort_accel.generated.worker FOLDER`.
+"""The background process that compiles clusters and graphs: `python -m ort_accel.generated.worker FOLDER`.
 
-It reads `request.json` in the folder, and writes `kernels.cpp`, `kernels.so` and at last `result.json`. Each kernel is
-compared with PyTorch's operators on random tensors, and timed beside them.
+It reads `request.json` in the folder, and writes `kernels.cpp`, `kernels.so` and at last `result.json`. Each cluster's
+kernel is compared with PyTorch's operators on random tensors, and timed beside them. A graph's kernels are not: the
+training compares its results with those of the segment, and times it there.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import math
-import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -21,7 +23,9 @@ from typing import Any
 
 import torch
 
+from ort_accel.errors import in_a_line
 from ort_accel.files import write_aside
+from ort_accel.generated.description import Description
 
 REQUEST, RESULT, SOURCE = "request.json", "result.json", "kernels.cpp"
 
@@ -42,22 +46,26 @@ class Value(ctypes.Union):
 
 @dataclass
 class Request:
-    """A cluster to compile."""
+    """A cluster or a whole graph to compile."""
 
     name: str
     source: str
+    """Its description."""
     hints: dict[str, int]
+    is_graph: bool = False
 
 
 @dataclass
 class Outcome:
-    """The outcome for a cluster."""
+    """The outcome for a cluster or a graph."""
 
     error: str = ""
     conditions: list[str] = field(default_factory=list)
     """Conditions on the symbols under which the kernel may run."""
     eager_seconds: float = math.inf
     generated_seconds: float = math.inf
+    wrapper: str = ""
+    """The Python module that runs a graph."""
 
     @property
     def is_faster(self) -> bool:
@@ -65,50 +73,63 @@ class Outcome:
         return not self.error and self.generated_seconds < self.eager_seconds
 
 
-class _Description:
-    """The functions of a cluster's module."""
-
-    def __init__(self, request: Request) -> None:
-        from ort_accel.generated.inductor import Layout
-
-        names: dict[str, Any] = {"torch": torch, "operator": operator, "math": math, "Layout": Layout}
-        exec(compile(request.source, request.name, "exec"), names)
-        self.run: Callable[..., Sequence[torch.Tensor]] = names["cluster"]
-        self.inputs: Callable[..., Sequence[Any]] = names["inputs"]
-        self.outputs: Callable[..., Sequence[Any]] = names["outputs"]
-
-
 def main(folder: Path) -> None:
-    """Compile the clusters of a folder's request."""
+    """Compile what a folder's request names."""
     os.nice(NICENESS)
     content = json.loads((folder / REQUEST).read_text())
     torch.set_num_threads(content["threads"])
-    requests = [Request(**item) for item in content["clusters"]]
+    for name in content["modules"]:  # they define operators
+        with suppress(ImportError):
+            importlib.import_module(name)
+    requests = [Request(**item) for item in content["parts"]]
     outcomes = {request.name: Outcome() for request in requests}
-    described: dict[str, _Description] = {}
-    texts: list[str] = []
-    from ort_accel.generated.inductor import PREAMBLE, check_compiler, compile_library, write_source
+    described: dict[str, Description] = {}
+    texts: dict[str, str] = {}
+    from ort_accel.generated.inductor import check_compiler, write_program, write_source
 
     check_compiler()
     for request in requests:
         outcome = outcomes[request.name]
         try:
-            found = described[request.name] = _Description(request)
-            source = write_source(request.name, found.run, request.hints, found.inputs, found.outputs)
-            outcome.conditions = source.conditions
-            texts.append(source.text)
+            found = described[request.name] = Description(request.source, request.name)
+            write = write_program if request.is_graph else write_source
+            source = write(request.name, found, request.hints)
+            outcome.conditions, outcome.wrapper = source.conditions, source.wrapper
+            texts[request.name] = source.text
         except Exception as error:  # Inductor raises errors of many kinds
             outcome.error = f"{type(error).__name__}: {error}"
-    (folder / SOURCE).write_text(PREAMBLE + "".join(texts))
-    if texts:
-        library = ctypes.CDLL(str(compile_library(folder / SOURCE)))
+    if library := _library(folder, texts, outcomes):
         for request in requests:
-            if not outcomes[request.name].error:
+            if not outcomes[request.name].error and not request.is_graph:
                 _try_out(library, request, described[request.name], outcomes[request.name])
     write_aside(folder / RESULT, json.dumps({name: asdict(outcome) for name, outcome in outcomes.items()}).encode())
 
 
-def _try_out(library: ctypes.CDLL, request: Request, described: _Description, outcome: Outcome) -> None:
+def _library(folder: Path, texts: Mapping[str, str], outcomes: Mapping[str, Outcome]) -> ctypes.CDLL | None:
+    """Returns a library of all the C++ that the compiler accepts; None if it accepts nothing."""
+    from ort_accel.generated.inductor import PREAMBLE, compile_library
+
+    def build(file: Path, names: Iterable[str]) -> Path:
+        file.write_text(PREAMBLE + "".join(map(texts.__getitem__, names)))
+        return compile_library(file)
+
+    accepted = list(texts)
+    try:
+        return ctypes.CDLL(str(build(folder / SOURCE, accepted))) if accepted else None
+    except Exception as error:
+        if len(accepted) == 1:
+            outcomes[accepted[0]].error = in_a_line(error)
+            return None
+    for name in texts:  # each alone, to find the one that the compiler refuses
+        try:
+            build(folder / f"{name}.cpp", [name])
+        except Exception as error:
+            outcomes[name].error = in_a_line(error)
+            accepted.remove(name)
+    return ctypes.CDLL(str(build(folder / SOURCE, accepted))) if accepted else None
+
+
+def _try_out(library: ctypes.CDLL, request: Request, described: Description, outcome: Outcome) -> None:
     """Compare a kernel with PyTorch at the sizes of the capture and at others, and time both."""
     kernel = library[request.name]
     kernel.restype, kernel.argtypes = ctypes.c_int64, (ctypes.c_void_p,)
@@ -128,7 +149,7 @@ def _other_sizes(hints: Mapping[str, int]) -> list[dict[str, int]]:
     return [{**hints, name: hint + 1} for name, hint in hints.items()]
 
 
-def _difference_where_valid(kernel: Any, described: _Description, hints: Mapping[str, int]) -> str:
+def _difference_where_valid(kernel: Any, described: Description, hints: Mapping[str, int]) -> str:
     """Returns how results differ at other sizes; nothing where PyTorch's operators do not fit them."""
     try:
         described.run(*hints.values(), *_tensors(described.inputs(*hints.values())))
@@ -137,7 +158,7 @@ def _difference_where_valid(kernel: Any, described: _Description, hints: Mapping
     return _difference(kernel, described, hints)
 
 
-def _difference(kernel: Any, described: _Description, hints: Mapping[str, int]) -> str:
+def _difference(kernel: Any, described: Description, hints: Mapping[str, int]) -> str:
     sizes = list(hints.values())
     given, results = _tensors(described.inputs(*sizes)), _empty(described.outputs(*sizes))
     for result in results:  # memory may still hold what the operators have computed before
@@ -165,7 +186,7 @@ def _distance(found: torch.Tensor, wanted: torch.Tensor) -> str:
     return "" if off <= TOLERANCE[wanted.dtype] * scale else f"is off by {off:.1e} of {scale:.1e}"
 
 
-def _seconds(kernel: Any, described: _Description, hints: Mapping[str, int]) -> tuple[float, float]:
+def _seconds(kernel: Any, described: Description, hints: Mapping[str, int]) -> tuple[float, float]:
     """Returns the median times of PyTorch's operators and of the kernel, which take turns."""
     sizes = list(hints.values())
     given = _tensors(described.inputs(*sizes))

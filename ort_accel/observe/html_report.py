@@ -39,7 +39,7 @@ from ort_accel.reporting import (
     State,
 )
 
-_RUNNERS = {Runner.ORT.value: "ONNX Runtime", Runner.PYTORCH.value: "PyTorch"}
+_RUNNERS = {Runner.ORT.value: "ONNX Runtime", Runner.PYTORCH.value: "PyTorch", Runner.INDUCTOR.value: "Inductor"}
 _SERIES = {
     "step_time": ("Seconds of each step", "seconds"),
     "tokens_per_s": ("Tokens a second that are not padding", "tokens a second"),

@@ -40,6 +40,11 @@ def embedding_backward_onto(
     return add_embedding_gradient(base.clone(), grad, indices, count, padding, by_frequency)
 
 
+@embedding_backward_onto.register_fake
+def _(base: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(base)
+
+
 EMBEDDING_BACKWARD_ONTO: OpOverload = torch.ops.ort_accel.embedding_backward_onto.default
 lowers(EMBEDDING_BACKWARD_ONTO)(embedding_backward)  # refuses the operator, with the reason why PyTorch runs it
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ort_accel.generated.clusters import Cluster
-from ort_accel.generated.inductor import Layout
-from ort_accel.generated.worker import Request, Value, _Description
+from ort_accel.generated.description import Description, Layout
+from ort_accel.generated.worker import Value
 from ort_accel.native.library import native_library
 
 _KERNEL = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.POINTER(Value))
@@ -24,7 +24,7 @@ class PythonKernel:
     """A kernel that is known under a name to the sessions that are created from now on."""
 
     def __init__(self, name: str, cluster: Cluster) -> None:
-        self._described = _Description(Request(name, cluster.source, cluster.hints))
+        self._described = Description(cluster.source, name)
         self._counts = len(cluster.inputs), len(cluster.outputs), len(cluster.symbols)
         self.calls: list[list[int]] = []
         """The sizes that each call got."""

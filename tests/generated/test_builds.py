@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ort_accel.generated import builds, clusters
-from ort_accel.generated.builds import NoKernels, compile_clusters, load_kernels, why_no_compiler
+from ort_accel.generated.builds import NoKernels, compile_parts, load_kernels, why_no_compiler
 from ort_accel.generated.clusters import Cluster
 from ort_accel.generated.replace import replace_clusters
 from ort_accel.generated.worker import Outcome
@@ -57,7 +57,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
         traced = Traced(function, (normal(40, 24), normal(40, 24)), "symbolic")
         (unable,) = Traced(lambda x, y: torch.gcd(x * 2, y) * 3, (whole(8, 8), whole(8, 8))).clusters()
         found = {f"test_builds_{at}": cluster for at, cluster in enumerate([*traced.clusters(), unable])}
-        library, outcomes = compile_clusters(found, sources)
+        library, outcomes = compile_parts(found, sources)
         yield Built(traced, found, library, outcomes, sources, commands)
 
 
@@ -111,7 +111,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     assert not builds._RUNNING, "a process is still there"
 
 
-ONE = {"one": Cluster([], [], [], 0)}
+ONE = {"one": Cluster([], [], [])}
 
 
 @pytest.mark.parametrize(
@@ -125,14 +125,14 @@ ONE = {"one": Cluster([], [], [], 0)}
 def test_a_process_that_ends_without_a_result_is_an_error(code: str, said: str, command: list[str]) -> None:
     command += [sys.executable, "-c", code]
     with pytest.raises(NoKernels, match=f"^{said}$"):
-        compile_clusters(ONE, None)
+        compile_parts(ONE, None)
 
 
 def test_a_process_that_takes_too_long_is_ended(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builds, "MOST_SECONDS", 0.1)
     command += [sys.executable, "-c", "import time; time.sleep(600)"]
     with pytest.raises(NoKernels, match=r"took more than 0\.1 s"):
-        compile_clusters(ONE, None)
+        compile_parts(ONE, None)
 
 
 def test_processes_end_with_the_process_that_trains(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_the_process_has_the_compiler_that_was_found_and_sees_no_gpu(
     code = f"import os, pathlib; pathlib.Path({str(tmp_path / 'seen')!r}).write_text(repr(dict(os.environ)))"
     command += [sys.executable, "-c", code]
     with pytest.raises(NoKernels):
-        compile_clusters(ONE, None)
+        compile_parts(ONE, None)
     seen = eval((tmp_path / "seen").read_text())
     assert seen["CUDA_VISIBLE_DEVICES"] == ""
     assert seen["CXX"] == "/usr/bin/clang++"

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from ort_accel.generated import clusters
 from ort_accel.generated.clusters import MIN_SAVED_BYTES, Cluster, find_clusters, is_free
-from ort_accel.generated.inductor import Layout
+from ort_accel.generated.description import Layout
 from ort_accel.graph.meta_keys import RUNS_AFTER
 from ort_accel.graph.nodes import is_random
 from ort_accel.kernels.kernel_call import KernelCall, Output
@@ -233,7 +233,7 @@ def test_equal_clusters_have_equal_modules() -> None:
 
 def test_a_module_computes_the_cluster() -> None:
     (cluster,) = Traced(lambda x: ((x * 2).softmax(-1), x.t().exp() + float("-inf")), (X,)).clusters()[:1]
-    torch.testing.assert_close(described(cluster)["cluster"](X), ((X * 2).softmax(-1),))
+    torch.testing.assert_close(described(cluster)["run"](X), ((X * 2).softmax(-1),))
 
 
 def test_open_sizes_are_symbols_in_the_order_in_which_they_appear() -> None:
@@ -243,7 +243,7 @@ def test_open_sizes_are_symbols_in_the_order_in_which_they_appear() -> None:
     (cluster,) = Traced(function, (normal(512, 256), normal(4, 64)), "symbolic").clusters()
     assert cluster.hints == {"s0": 512, "s1": 256, "s2": 64}
     names = described(cluster)
-    assert names["cluster"].__code__.co_varnames[:4] == ("s0", "s1", "s2", "a0")
+    assert names["run"].__code__.co_varnames[:4] == ("s0", "s1", "s2", "a0")
     inputs, (output,) = names["inputs"](6, 8, 2), names["outputs"](6, 8, 2)
     assert [(each.shape, each.strides) for each in inputs] == [((6, 8), (8, 1)), ((4, 2), (2, 1))]
     assert (output.shape, output.strides) == ((6, 4, 2), (8, 2, 1))

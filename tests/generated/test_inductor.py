@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 from ort_accel.generated import clusters
 from ort_accel.generated.builds import why_no_compiler
 from ort_accel.generated.clusters import Cluster
-from ort_accel.generated.inductor import PREAMBLE, CannotGenerate, Layout, Source, compile_library, write_source
-from ort_accel.generated.worker import TOLERANCE, Request, Value, _Description
+from ort_accel.generated.description import Description, Layout
+from ort_accel.generated.inductor import PREAMBLE, CannotGenerate, Source, compile_library, write_source
+from ort_accel.generated.worker import TOLERANCE, Value
 from tests.generated.cases import CASES, whole
 from tests.generated.traced import Traced, normal
 
@@ -23,8 +24,7 @@ pytestmark = pytest.mark.skipif(bool(why_no_compiler()), reason=why_no_compiler(
 
 
 def written(name: str, cluster: Cluster) -> Source:
-    found = _Description(Request(name, cluster.source, cluster.hints))
-    return write_source(name, found.run, cluster.hints, found.inputs, found.outputs)
+    return write_source(name, Description(cluster.source, name), cluster.hints)
 
 
 class Kernel:
@@ -35,7 +35,7 @@ class Kernel:
         self._traced = Traced(case.function, case.batches[0], case.mode)
         (self.cluster,) = self._traced.clusters()
         self.name = f"of_{name.replace(' ', '_')}"
-        self._description = _Description(Request(name, self.cluster.source, self.cluster.hints))
+        self._description = Description(self.cluster.source, name)
         self.source = written(self.name, self.cluster)
 
     def load(self, library: ctypes.CDLL) -> None:
@@ -150,7 +150,9 @@ ROWS, COLUMNS = Layout(torch.float32, (4, 6), (6, 1)), Layout(torch.float32, (4,
 
 def described(run: Callable[..., Any], *outputs: Layout) -> Source:
     """The C++ of a function of one tensor."""
-    return write_source("refused", run, {}, lambda: [ROWS], lambda: outputs)
+    found = Description.__new__(Description)
+    found.run, found.inputs, found.outputs = run, lambda: [ROWS], lambda: outputs
+    return write_source("refused", found, {})
 
 
 def test_a_result_gets_the_order_of_memory_that_is_asked_for() -> None:

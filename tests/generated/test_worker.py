@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from torch import Tensor
 from ort_accel.generated import clusters, inductor, worker
 from ort_accel.generated.builds import why_no_compiler
 from ort_accel.generated.clusters import Cluster
+from ort_accel.generated.description import Description
 from ort_accel.generated.inductor import Source
 from ort_accel.generated.worker import REQUEST, RESULT, SOURCE, Outcome, Request
 from tests.generated.cases import whole
@@ -62,9 +64,7 @@ REQUESTS = {
     "right": CHAIN,
     "expanded": EXPANDED,
     "calls_an_operator": CALLS_AN_OPERATOR,
-    "unknown_operator": Cluster(
-        [], [], [], 0, CHAIN.source.replace("aten.sin", "aten.no_such_operator"), CHAIN.symbols
-    ),
+    "unknown_operator": Cluster([], [], [], CHAIN.source.replace("aten.sin", "aten.no_such_operator"), CHAIN.symbols),
     "divides_by_zero": DIVISION,
     **dict.fromkeys(HARMED, CHAIN),
     "right_too": CHAIN,
@@ -74,7 +74,7 @@ REQUESTS = {
 def run(folder: Path, requests: dict[str, Cluster]) -> dict[str, Outcome]:
     """Runs the background process's work in this process."""
     wishes = [asdict(Request(name, each.source, each.hints)) for name, each in requests.items()]
-    (folder / REQUEST).write_text(json.dumps({"threads": torch.get_num_threads(), "clusters": wishes}))
+    (folder / REQUEST).write_text(json.dumps({"threads": torch.get_num_threads(), "modules": [], "parts": wishes}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "nice", lambda _: None)
         worker.main(folder)
@@ -144,9 +144,35 @@ def test_nothing_is_compiled_if_nothing_can_be(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / SOURCE).with_suffix(".so").exists()
 
 
+@pytest.mark.parametrize(
+    ("texts", "accepted"),
+    [
+        ({"one": "1", "two": "2"}, "12"),
+        ({"one": "1", "broken": "BROKEN", "two": "2"}, "12"),
+        ({"broken": "BROKEN"}, None),
+        ({"broken": "BROKEN", "too": "BROKEN"}, None),
+        ({}, None),
+    ],
+)
+def test_what_the_compiler_refuses_keeps_nothing_from_the_rest(
+    texts: dict[str, str], accepted: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_library(source: Path) -> Path:
+        if "BROKEN" in source.read_text():
+            raise RuntimeError("C++ compile error\nwith a second line")
+        return source
+
+    monkeypatch.setattr(inductor, "compile_library", compile_library)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: Path(path).read_text().removeprefix(inductor.PREAMBLE))
+    outcomes = {name: Outcome() for name in texts}
+    assert worker._library(tmp_path, texts, outcomes) == accepted
+    for name, text in texts.items():
+        assert outcomes[name].error == ("RuntimeError: C++ compile error" if text == "BROKEN" else "")
+
+
 def test_a_cluster_of_more_memory_than_allowed_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "MAX_BYTES", 100)
-    described = worker._Description(Request("large", CHAIN.source, CHAIN.hints))
+    described = Description(CHAIN.source, "large")
     with pytest.raises(MemoryError, match="too large"):
         worker._difference(lambda _: pytest.fail("it ran"), described, CHAIN.hints)
 

@@ -33,9 +33,10 @@ class Generated(Section):
             "engine.provider",
         ),
     ] = "auto"
-    """Let PyTorch's Inductor write such kernels. They are compiled in the background, and a segment uses them once
-    they are there and its runs with them are faster. `auto` begins after ten seconds of training, if kernels can
-    save enough; `true` begins at once, and is an error where no kernels can be generated."""
+    """Let PyTorch's Inductor write such kernels, and later programs for whole segments. They are compiled in the
+    background, and a segment uses them once they are there and its runs with them are faster. `auto` begins after ten
+    seconds of training, if kernels can save enough, and with programs two minutes later; `true` begins at once, and is
+    an error where no kernels can be generated."""
 
     ops_file: Annotated[
         FilePath | None,

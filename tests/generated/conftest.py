@@ -1,0 +1,61 @@
+"""Fixtures for segments that go over to generated code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ort_accel.compiler import generated_kernels
+from ort_accel.executor.ort_segment import OrtSegment
+from ort_accel.generated import clusters, program, takeover, trial
+from ort_accel.generated.program import InductorProgram
+from ort_accel.generated.trial import PROGRAM
+from ort_accel.generated.worker import Outcome
+from tests.generated.watched import Clock, Compiler, spy, wait, way_of
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who ran a segment, for each run."""
+    return spy(monkeypatch)
+
+
+@pytest.fixture
+def kernels_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels go on, however long they take."""
+    monkeypatch.setattr(trial, "LEAST_GAIN", float("inf"))
+    monkeypatch.setattr(Outcome, "is_faster", property(lambda outcome: not outcome.error))
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    """Kernels are in Python, clusters count that save nothing, and models try no programs."""
+    found = Compiler()
+    monkeypatch.setattr(takeover, "compile_parts", found)
+    monkeypatch.setattr(takeover, "load_kernels", lambda library, names: None)
+    monkeypatch.setattr(program, "load_library", lambda library: None)
+    monkeypatch.delitem(generated_kernels.DELAY_SECONDS, PROGRAM)
+    monkeypatch.setattr(clusters, "MIN_SAVED_BYTES", -(1 << 40))
+    yield found
+    found.may_go_on.set()
+    wait()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found, by_session, by_program = Clock(), OrtSegment.__call__, InductorProgram.__call__
+
+    def in_session(segment: OrtSegment, *args: Any) -> Any:
+        found.passes(way_of(segment))
+        return by_session(segment, *args)
+
+    def in_program(program: InductorProgram, *args: Any) -> Any:
+        found.passes(PROGRAM)
+        return by_program(program, *args)
+
+    monkeypatch.setattr(trial, "time", found)
+    monkeypatch.setattr(OrtSegment, "__call__", in_session)
+    monkeypatch.setattr(InductorProgram, "__call__", in_program)
+    return found
