@@ -64,7 +64,7 @@ class Backend:
         self.lowering = lowering_for(settings, report, self.policy.failed, self.compiler_memory.trim)
         self.skipping = RowSkippingPolicy(config, report, settings.sees_steps)
         self.evaluation = _evaluation(settings, report)
-        self.comparison = EagerComparison(config, report, settings.place.device, sees_steps=settings.sees_steps)
+        self.comparison = self._comparison()
         self.foreseen = ForeseenSizes()
         self.cached = cached_graphs(settings, self.skipping, report, self._objects)
         self.compiler = AutogradCompiler(
@@ -79,6 +79,13 @@ class Backend:
             finalize(self, self.memory_watch.close)
         if self.report_file is not None:
             finalize(self, self.report_file.write_if_due)
+
+    def _comparison(self) -> EagerComparison:
+        settings, generator = self.settings, self.lowering.generator
+        found = EagerComparison(self.config, self.report, settings.place.device, sees_steps=settings.sees_steps)
+        if generator is not None:
+            found.on_eager_step = generator.trained
+        return found
 
     @property
     def config(self) -> Config:

@@ -68,6 +68,8 @@ class EagerComparison:
     def __init__(self, config: Config, report: Report, device: torch.device, *, sees_steps: bool) -> None:
         """`sees_steps`: a call is one of the whole model."""
         self._report, self._device = report, device
+        self.on_eager_step: Callable[[float], None] = lambda _: None
+        """Called with the seconds of each step in eager mode."""
         self._now: Callable[[], Moment] = DeviceMoment if device.type == "cuda" else HostMoment
         self._why_not = why_not(config, sees_steps)
         self._follows_pytorch = config.engine.deterministic == "auto"
@@ -187,6 +189,8 @@ class EagerComparison:
             if (seconds := step.seconds()) is None:
                 return
             del self._under_way[0]
+            if in_eager:
+                self.on_eager_step(seconds)
             if self._start.is_on:
                 self._start.took(seconds)
                 self._report.counters["steps of a small model in eager mode"] += 1

@@ -20,6 +20,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from ort_accel.graph.memory_layout import is_plain, permuted_order
 from ort_accel.graph.nodes import is_getitem
 from ort_accel.graph.symbolic_sizes import expression, hint, without_empty
+from ort_accel.lowering.call_program import dense
 
 KERNELS = "_ORT_ACCEL_KERNELS"
 """The variable of a graph's program that stands for Inductor's compiler."""
@@ -105,7 +106,8 @@ class _Writer:
             raise NotDescribable("a result with gaps in memory")
         for node in part.nodes:
             self._name(node)
-        inputs, outputs = self._layouts(part.inputs), self._layouts(part.outputs)
+        inputs = ", ".join(self._layout(dense(node.meta["val"])) for node in part.inputs)
+        outputs = ", ".join(self._layout(node.meta["val"]) for node in part.outputs)
         results = "".join(f"{self._name(node)}, " for node in part.outputs)
         symbols = [str(symbol) for symbol in self._symbols.values()]
         given = ", ".join([*symbols, *map(self._name, part.inputs)])
@@ -164,9 +166,6 @@ class _Writer:
                 self._sizes.append(env.create_symintnode(symbol, hint=int(env.backed_var_to_val[symbol])))
         text: str = self._printer.doprint(change(found).xreplace(self._symbols))
         return text
-
-    def _layouts(self, nodes: Sequence[fx.Node]) -> str:
-        return ", ".join(self._layout(node.meta["val"]) for node in nodes)
 
     def _layout(self, fake: torch.Tensor) -> str:
         shape = "".join(f"{self._size(size)}, " for size in fake.shape)

@@ -142,8 +142,7 @@ def _indexing() -> list[torch._ops.OpOverload]:
 
     A kernel of Inductor checks them in its threads, where an error ends the process.
     """
-    found = (getattr(packet, name) for packet in INDEXING for name in packet.overloads())  # type: ignore[no-untyped-call]
-    return [overload for overload in found if overload in lowerings]
+    return [getattr(packet, name) for packet in INDEXING for name in packet.overloads()]  # type: ignore[no-untyped-call]
 
 
 def _renamed(source: str, name: str) -> str:

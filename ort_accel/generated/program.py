@@ -40,6 +40,8 @@ class InductorProgram:
         self._names, self._constants = graph.names, graph.constants
         self._is_proven = False
         self.error = ""
+        self.copied: list[int] = []
+        """The positions of results that are copied, since they lie in the memory of an input or of another result."""
         self._load()
 
     def _load(self) -> None:
@@ -49,7 +51,8 @@ class InductorProgram:
         self._layouts: tuple[tuple[int, ...], list[tuple[int, ...]]] | None = None
         functions: dict[str, Any] = {"__name__": name, KERNELS: _Kernels(load_library(library), name)}
         exec(compile(wrapper, name, "exec"), functions)
-        self._call: Callable[[list[Any]], Outputs] = functions["call"]
+        call = functions["call"]
+        self._call: Callable[[list[Any]], list[torch.Tensor]] = lambda given: list(call(given))
 
     def _sizes(self, symbols: Symbols) -> tuple[int, ...]:
         return tuple(map(symbols.__getitem__, self._names))
@@ -83,6 +86,8 @@ class InductorProgram:
         try:
             with torch.no_grad():
                 results = self._call(given)
+                for position in self.copied:
+                    results[position] = results[position].clone()
         except Exception as error:
             self.error = in_a_line(error)
             if not tensors:

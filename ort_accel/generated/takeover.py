@@ -130,8 +130,10 @@ class Generator:
     def ran(self, seconds: float, way: str) -> None:
         """Add the time of a run of a segment that waits, and begin to compile for all of them when it is time to."""
         queue = self._queues[way]
+        if not queue.waiting:
+            return
         queue.spent_seconds += seconds
-        if queue.spent_seconds < queue.delay_seconds or not queue.waiting:
+        if queue.spent_seconds < queue.delay_seconds:
             return
         batch = [watched for waiting in queue.waiting if (watched := waiting()) is not None]
         self.report.counters[KERNELS_AWAITED] -= len(queue.waiting) - len(batch)
@@ -140,6 +142,11 @@ class Generator:
             watched.rest()
         generate = self._generate_clusters if way == CLUSTERS else self._generate_programs
         threading.Thread(target=self._in_turn, args=(generate, batch), daemon=True, name="ort_accel kernels").start()
+
+    def trained(self, seconds: float) -> None:
+        """Add the time of a training step that ran no segment: with generated code, it may run them again."""
+        for way in self._queues:
+            self.ran(seconds, way)
 
     def _in_turn(self, generate: Callable[[Sequence[WatchedSegment]], None], batch: Sequence[WatchedSegment]) -> None:
         """Compile for some segments in one process."""
@@ -238,7 +245,7 @@ class Generator:
         condition = _condition([(each.names, outcomes[name]) for name, equal in chosen.items() for each in equal])
         nodes = sum(len(cluster.nodes) for equal in chosen.values() for cluster in equal)
         candidate = Candidate(CLUSTERS, run, condition, nodes)
-        return candidate, self._to_keep(segment, candidate, library, list(chosen))
+        return candidate, _to_keep(candidate, library, list(chosen))
 
     def _as_program(
         self,
@@ -258,13 +265,11 @@ class Generator:
         run = InductorProgram(watched.segment, name, graph, outcome.wrapper, library)
         condition = _condition([(graph.names, outcome)])
         candidate = Candidate(PROGRAM, run, condition, graph.nodes)
-        return candidate, self._to_keep(watched.segment, candidate)
+        return candidate, _to_keep(candidate)
 
-    def _to_keep(
-        self, segment: OrtSegment, candidate: Candidate, library: bytes = b"", kernels: Sequence[str] = ()
-    ) -> Kept:
-        content = b"" if self._files is None else dumped(candidate.run, self._objects(segment))
-        return Kept((), candidate.way, content, candidate.condition, candidate.nodes, library, kernels)
+    def pickled(self, segment: OrtSegment, run: OrtSegment | InductorProgram) -> bytes:
+        """Returns another way to run a segment as a file keeps it."""
+        return b"" if self._files is None else dumped(run, self._objects(segment))
 
     def keep(self, segment: OrtSegment, kept: Kept) -> None:
         """Keep what is known of a segment for the next start."""
@@ -287,6 +292,10 @@ RECORDS = (
     (PROGRAM, "nodes in programs of Inductor", "programs of Inductor run {nodes} nodes"),
 )
 """For each way, the counter of its nodes, and what the feature's row says of them."""
+
+
+def _to_keep(candidate: Candidate, library: bytes = b"", kernels: Sequence[str] = ()) -> Kept:
+    return Kept((), candidate.way, b"", candidate.condition, candidate.nodes, library, kernels)
 
 
 def _kernel_name(cluster: Cluster) -> str:

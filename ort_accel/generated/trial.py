@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from statistics import median
 from typing import Any, Protocol
 
@@ -88,6 +87,9 @@ class CodeSource(Protocol):
 
     def keep(self, segment: OrtSegment, kept: Kept) -> None:
         """Keep what is known of a segment for the next start."""
+
+    def pickled(self, segment: OrtSegment, run: OrtSegment | InductorProgram) -> bytes:
+        """Returns another way to run a segment as a file keeps it."""
 
     def enqueue(self, watched: WatchedSegment, way: str) -> None:
         """Let a segment wait for a way to run."""
@@ -205,6 +207,7 @@ class WatchedSegment:
             report.note(f"{candidate.way} is not used for {self.name}: {refusal}")
         if is_faster:
             self._take_over(candidate)
+            kept = replace(kept, run=self._generator.pickled(self.segment, candidate.run))
         else:
             self._generator.say_without(NONE_FASTER)
         report.counters[KERNELS_TRIED] += 1
@@ -283,10 +286,10 @@ class _Trial:
         state, given = torch.get_rng_state(), list(tensors)
         found = program(given, symbols)
         torch.set_rng_state(state)
-        is_overlapping = _overlap(found, tensors)
+        program.copied = _overlapping(found, tensors)
         results = self._base(tensors, symbols)
         self._is_compared = True
-        refusal = "its results share memory" if is_overlapping else _difference(found, results)
+        refusal = _difference(found, results)
         if program.has_given_up:
             refusal = program.error
         if refusal:
@@ -301,12 +304,18 @@ class _Trial:
         self._watched.decided(self._candidate, self._kept, found)
 
 
-def _overlap(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
-    """True if a result lies in the memory of an input or of another result. Results have no gaps."""
-    taken = [(item.data_ptr(), item.data_ptr() + item.nbytes) for item in results if item.numel()]
+def _overlapping(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
+    """Returns the positions of results in the memory of an input or of an earlier result. Results have no gaps."""
+    found: list[int] = []
     given = {item.untyped_storage().data_ptr() for item in inputs if item.numel()}
-    is_input = any(item.untyped_storage().data_ptr() in given for item in results if item.numel())
-    return is_input or any(begin < end for (_, end), (begin, _) in pairwise(sorted(taken)))
+    taken: list[tuple[int, int]] = []
+    for position, item in enumerate(results):
+        begin, end = item.data_ptr(), item.data_ptr() + item.nbytes
+        is_taken = any(begin < other_end and other_begin < end for other_begin, other_end in taken)
+        if item.numel() and (is_taken or item.untyped_storage().data_ptr() in given):
+            found.append(position)
+        taken.append((begin, end))
+    return found
 
 
 def _difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> str:

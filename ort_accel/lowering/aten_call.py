@@ -32,7 +32,7 @@ from ort_accel.lowering.call_program import (
     joined,
     whole,
 )
-from ort_accel.lowering.onnx_graph import DTYPES, NotLowerable, OnnxGraph, describe
+from ort_accel.lowering.onnx_graph import DTYPES, OnnxGraph, describe
 
 DOMAIN, ATEN_CALL, KERNEL_CALL = "ort_accel", "AtenCall", "KernelCall"
 
@@ -231,13 +231,9 @@ class CallWriter:
         return tensors
 
     def _as_in_graph(self, tensor: Strided, fake: torch.Tensor) -> Strided:
-        """Returns a tensor with the strides that it has in the graph."""
-        if have_same_strides(tensor.fake, fake):
-            return tensor
-        copied = self.copy(tensor, dense(fake))
-        if not have_same_strides(copied.fake, fake):
-            raise NotLowerable("a kernel reads a tensor with gaps, which lies elsewhere without them")
-        return copied
+        """Returns a tensor with the strides that it has in the graph, or without the gaps that it has there."""
+        layout = dense(fake)
+        return tensor if have_same_strides(tensor.fake, layout) else self.copy(tensor, layout)
 
     def copy(self, source: Strided, layout: torch.Tensor) -> Strided:
         """Writes a copy of a view into memory of its own, in the order of `layout`."""

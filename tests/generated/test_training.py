@@ -25,14 +25,15 @@ import ort_accel
 from ort_accel.compiler import generated_kernels
 from ort_accel.compiler.settings import resolve
 from ort_accel.config import load_config
+from ort_accel.eager import comparison
 from ort_accel.errors import ConfigError
 from ort_accel.generated import builds, clusters, trial
 from ort_accel.generated.builds import why_no_compiler
-from ort_accel.generated.takeover import COMPILING, FEATURE
+from ort_accel.generated.takeover import COMPILING, FEATURE, Generator
 from ort_accel.generated.trial import CLUSTERS, OPERATORS, PROGRAM
 from ort_accel.generated.worker import Outcome
 from ort_accel.native.library import native_library
-from ort_accel.reporting import Report, State
+from ort_accel.reporting import EAGER, ENGINE, Report, State
 from ort_accel.runtime import signed_files
 from ort_accel.runtime.sessions import Sessions
 from tests.against_eager import assert_same, pair, report, step
@@ -86,6 +87,11 @@ class Training:
         self(*rows)
         wait()
         self(*(rows[at % len(rows)] for at in range(MANY + 1)))
+
+    @property
+    def generator(self) -> Generator:
+        found: Generator = self.ours._compiled_call_impl.backend.lowering.generator
+        return found
 
     @property
     def feature(self) -> Any:
@@ -266,6 +272,33 @@ def test_a_compiler_that_fails_leaves_a_run_that_trains(
     assert note.startswith("no kernels were generated: NoKernels: the compiling process ended with 1: ")
     assert str(broken) in note
     assert not files(tmp_path), "it is tried again by the next start"
+
+
+def test_a_model_that_trains_in_eager_mode_gets_its_kernels_and_is_compared_anew(
+    compiler: Compiler, kernels_win: None, runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparison, "why_not", lambda *_: "")
+    monkeypatch.setattr(comparison.SmallStart, "begin", lambda *_: False)
+    monkeypatch.setattr(comparison, "TIE_RATIO", 0.0)  # eager mode counts as faster
+    monkeypatch.setitem(generated_kernels.DELAY_SECONDS, CLUSTERS, 1e9)
+    training = Training(config(generated={"enabled": "auto"}, compare_with_eager="auto"), Model(16))
+    training(*ROWS * 10)
+    assert training.report.comparison is not None, training.report.features[comparison.FEATURE]
+    assert training.report.comparison.runner == EAGER
+    runs.clear()
+    training(ROWS[0])
+    assert not runs
+    for queue in training.generator._queues.values():
+        queue.delay_seconds = queue.spent_seconds + 1e-9
+    monkeypatch.setattr(comparison, "TIE_RATIO", float("inf"))
+    training(*ROWS)
+    wait()
+    assert len(compiler.requests) == 1
+    for _ in range(4 * MANY):
+        training(ROWS[0])
+    assert training.report.comparison.runner == ENGINE
+    assert choices(training) == {"forward": CLUSTERS, "backward": CLUSTERS}
+    assert set(runs[-4:]) == {CLUSTERS}
 
 
 def test_steps_that_must_give_the_same_bits_use_no_generated_kernels(compiler: Compiler, runs: list[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +169,8 @@ class Watched:
         for position, node in enumerate(given):
             self._symbols.learn(position, node.meta["val"])
 
-    def __call__(self, rows: int = 12, columns: int = 8) -> None:
-        """Runs it once, and compares the result with PyTorch's."""
+    def __call__(self, rows: int = 12, columns: int = 8) -> tuple[Sequence[Tensor], Tensor]:
+        """Runs it once, and compares the result with PyTorch's. Returns inputs and result."""
         args = normal(rows, columns), normal(rows, columns) + 1
         if self.is_transposed:
             args = tuple(arg.t().contiguous().t() for arg in args)
@@ -178,6 +178,7 @@ class Watched:
         self._symbols.read(args, symbols)
         (found,) = self.run([args[at] for at in self._positions], symbols)
         torch.testing.assert_close(found, self.function(*args))
+        return args, found
 
     def runs(self, count: int = MANY) -> None:
         """Compiles what is tried next, and runs it some times."""
