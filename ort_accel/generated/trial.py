@@ -284,9 +284,12 @@ class _Trial:
             self._watched.decided(self._candidate, self._kept, {}, "memory does not suffice to compare its results")
             return self._base(tensors, symbols)
         state, given = torch.get_rng_state(), list(tensors)
-        found = program(given, symbols)
+        found = list(program(given, symbols))
         torch.set_rng_state(state)
-        program.copied = _overlapping(found, tensors)
+        if not program.has_given_up:
+            program.copied = _overlapping(found, tensors)
+        for position in program.copied:  # the other way may write over its inputs
+            found[position] = found[position].clone()
         results = self._base(tensors, symbols)
         self._is_compared = True
         refusal = _difference(found, results)

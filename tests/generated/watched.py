@@ -176,8 +176,9 @@ class Watched:
             args = tuple(arg.t().contiguous().t() for arg in args)
         symbols: dict[str, int] = {}
         self._symbols.read(args, symbols)
+        expected = self.function(*args)
         (found,) = self.run([args[at] for at in self._positions], symbols)
-        torch.testing.assert_close(found, self.function(*args))
+        torch.testing.assert_close(found, expected)
         return args, found
 
     def runs(self, count: int = MANY) -> None:
