@@ -25,6 +25,7 @@ from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions, get_cpp_com
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.reinplace import inplaceable_ops
 from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import fallback_handler, lowerings
 from torch._inductor.virtualized import V
@@ -62,16 +63,12 @@ INDEXING = {
     aten.index_add,
     aten.index_copy,
     aten.index_put,
-    aten.index_put_,
     aten.index_select,
     aten.nll_loss_backward,
     aten.nll_loss_forward,
     aten.scatter,
-    aten.scatter_,
     aten.scatter_add,
-    aten.scatter_add_,
     aten.scatter_reduce,
-    aten.scatter_reduce_,
     aten.take,
 }
 """Operators that read or write where a tensor of positions says."""
@@ -123,6 +120,7 @@ def write_program(name: str, described: Description, hints: Mapping[str, int]) -
 
     with (
         inductor_config.patch(traced.settings),
+        patch.dict(inplaceable_ops, clear=True),  # memory that an operator writes into would be used again too early
         patch.dict(lowerings, {operator: fallback_handler(operator, False) for operator in _indexing()}),  # type: ignore[no-untyped-call]
         tracing(TracingContext(traced.mode)),
         patch.object(AsyncCompile, "cpp_pybinding", kernel),

@@ -75,6 +75,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "several results": (lambda x, w: (x @ w, (x @ w).relu().sum(0), x.t() * 2), (normal(6, 5), normal(5, 3))),
     "attention": (functional.scaled_dot_product_attention, (normal(2, 3, 6, 8),) * 3),
     "embedding": (lambda w, i: functional.embedding(i, w).sin() * 2, (normal(9, 4), IDS)),
+    "sums at positions": (
+        lambda x, i: [x.new_zeros(7, 4).index_put([i], (x * number).exp(), True) for number in range(4)],
+        (normal(6, 4), IDS.reshape(-1)),
+    ),
     "a constant": (lambda x: x * torch.tensor([1.0, 2.0, 3.0]), (normal(6, 3),)),
     "parts": (lambda x: torch.var_mean(torch.cat([part.exp() for part in x.split(2, -1)], 0), 0), (normal(6, 4),)),
     "dropout": (lambda x, w: functional.dropout(x @ w, 0.5) + torch.rand_like(x), (normal(6, 6), normal(6, 6))),
@@ -96,7 +100,7 @@ def test_a_description_computes_what_the_function_does(name: str) -> None:
     expected = function(*args)
     torch.manual_seed(0)
     found = described.run(*sizes, *tensors, *whole.constants)
-    torch.testing.assert_close(list(found), list(expected) if isinstance(expected, tuple) else [expected])
+    torch.testing.assert_close(list(found), list(expected) if isinstance(expected, tuple | list) else [expected])
 
 
 def test_recomputed_products_keep_an_order_and_are_not_described() -> None:
@@ -140,7 +144,7 @@ def test_a_program_computes_what_the_function_does(
     tensors, symbols = segment.given(*args)
     torch.manual_seed(0)
     wanted = function(*args)
-    expected = list(wanted) if isinstance(wanted, tuple) else [wanted]
+    expected = list(wanted) if isinstance(wanted, tuple | list) else [wanted]
     torch.manual_seed(0)
     found = list(program(tensors, symbols))
     assert not program.error
