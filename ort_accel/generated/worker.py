@@ -30,6 +30,7 @@ from ort_accel.generated.description import Description
 REQUEST, RESULT, SOURCE = "request.json", "result.json", "kernels.cpp"
 
 NICENESS = 5
+OOM_SCORE = Path("/proc/self/oom_score_adj")
 TRIALS = 7
 MAX_BYTES = 1 << 30
 """The most memory of a cluster's tensors at which it is tried."""
@@ -75,7 +76,7 @@ class Outcome:
 
 def main(folder: Path) -> None:
     """Compile what a folder's request names."""
-    os.nice(NICENESS)
+    give_way()
     content = json.loads((folder / REQUEST).read_text())
     torch.set_num_threads(content["threads"])
     for name in content["modules"]:  # they define operators
@@ -103,6 +104,13 @@ def main(folder: Path) -> None:
             if not outcomes[request.name].error and not request.is_graph:
                 _try_out(library, request, described[request.name], outcomes[request.name])
     write_aside(folder / RESULT, json.dumps({name: asdict(outcome) for name, outcome in outcomes.items()}).encode())
+
+
+def give_way() -> None:
+    """Let training go first, for processor time and where the system must end a process for lack of memory."""
+    os.nice(NICENESS)
+    with suppress(OSError):  # only Linux has such a file
+        OOM_SCORE.write_text("1000")
 
 
 def _library(folder: Path, texts: Mapping[str, str], outcomes: Mapping[str, Outcome]) -> ctypes.CDLL | None:

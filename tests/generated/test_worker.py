@@ -6,6 +6,8 @@ import ctypes
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -76,7 +78,7 @@ def run(folder: Path, requests: dict[str, Cluster]) -> dict[str, Outcome]:
     wishes = [asdict(Request(name, each.source, each.hints)) for name, each in requests.items()]
     (folder / REQUEST).write_text(json.dumps({"threads": torch.get_num_threads(), "modules": [], "parts": wishes}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "nice", lambda _: None)
+        patch.setattr(worker, "give_way", lambda: None)
         worker.main(folder)
     return {name: Outcome(**item) for name, item in json.loads((folder / RESULT).read_text()).items()}
 
@@ -233,3 +235,19 @@ def test_random_tensors_are_of_the_types_and_orders_of_memory_that_are_asked_for
     assert all(each.unique().numel() > 1 for each in found)
     assert all(int(each.min()) >= 0 for each in found[2:]), "indices and divisors"
     assert (found[0] < 0).any()
+
+
+GIVES_WAY = """
+import os
+import subprocess
+import sys
+from ort_accel.generated import worker
+worker.give_way()
+print(os.nice(0), worker.OOM_SCORE.read_text() if worker.OOM_SCORE.exists() else 1000)
+"""
+
+
+def test_training_goes_first() -> None:
+    before = os.nice(0)
+    said = subprocess.run([sys.executable, "-c", GIVES_WAY], capture_output=True, text=True, check=True).stdout
+    assert said.split() == [str(min(19, before + worker.NICENESS)), "1000"]

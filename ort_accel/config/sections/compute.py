@@ -67,7 +67,7 @@ class Generated(Section):
     """Keep the generated kernels' C++, and the operators that they compute, beside the saved models."""
 
     workers: Annotated[int, Field(ge=1, le=16), NO_ROW] = 1
-    """The most processes that compile kernels at once. They run at the lowest priority."""
+    """The most processes that compile kernels at once. Training goes first: they have a low priority."""
 
 
 class Tuning(Section):
