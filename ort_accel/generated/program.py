@@ -25,16 +25,13 @@ C_TYPES: dict[str, type[ctypes.c_int64 | ctypes.c_double | ctypes.c_float]] = {
 
 
 class InductorProgram:
-    """A segment whose graph Inductor has compiled. Where it fails, the segment runs as it was compiled at first."""
+    """A segment whose graph Inductor has compiled.
 
-    def __init__(
-        self,
-        segment: OrtSegment,
-        name: str,
-        graph: WholeGraph,
-        wrapper: str,
-        library: bytes,
-    ) -> None:
+    Where it fails, the segment runs as it was compiled at first, and from then on if that succeeds. After a bad batch,
+    the segment raises what eager mode raises.
+    """
+
+    def __init__(self, segment: OrtSegment, name: str, graph: WholeGraph, wrapper: str, library: bytes) -> None:
         self._segment = segment
         self._content = name, graph.source, wrapper, library
         self._names, self._constants = graph.names, graph.constants
@@ -89,10 +86,11 @@ class InductorProgram:
                 for position in self.copied:
                     results[position] = results[position].clone()
         except Exception as error:
-            self.error = in_a_line(error)
             if not tensors:
                 raise RuntimeError(f"a backward failed in a program of Inductor: {error}") from error
-            return self._segment(tensors, symbols)
+            replacement = self._segment(tensors, symbols)
+            self.error = in_a_line(error)
+            return replacement
         self._is_proven = True
         self._segment.record.runner = Runner.INDUCTOR
         return results

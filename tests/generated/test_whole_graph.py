@@ -159,5 +159,4 @@ def test_an_index_out_of_range_runs_the_segment(programs: dict[str, tuple[Segmen
     tensors, symbols = segment.given(normal(9, 4), IDS + 5)
     with pytest.raises(InPyTorch):
         program(tensors, symbols)
-    assert program.error == "IndexError: index out of range in self"
-    assert program.has_given_up
+    assert not program.has_given_up, "it was the batch's fault"
