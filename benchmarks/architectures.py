@@ -28,6 +28,7 @@ from benchmarks.tiny_models import configured
 from ort_accel.cli.benchmark import machine
 from ort_accel.cli.benchmark.contenders import EAGER, INDUCTOR, ORT_ACCEL, distances, forget_gradients, step, trace
 from ort_accel.cli.benchmark.timing import in_turns
+from ort_accel.generated.takeover import RECORDS
 from ort_accel.reporting import KERNELS_AWAITED, KERNELS_READY, KERNELS_TRIED, Report
 
 WITHOUT = "ort_accel, without generated kernels"
@@ -200,8 +201,7 @@ def measured(kind: str, rounds: int) -> dict[str, Any]:
     seconds = in_turns({name: partial(run, name) for name in models}, rounds, 2)
     found["seconds"] = {name: median(times) for name, times in seconds.items()}
     found["all seconds"] = seconds
-    counters = ("nodes in generated kernels", "nodes in programs of Inductor")
-    found |= {name: report.counters[name] for name in counters}
+    found |= {counter: report.counters[counter] for _, counter, _ in RECORDS}
     found["races"] = [race.seconds | {"graph": race.graph, "nodes": race.count} for race in report.races]
     found["notes"] = report.notes
     return found

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from ort_accel.graph.memory_layout import Order, have_same_strides, is_plain, permuted_order, reverse
+from ort_accel.graph.memory_layout import Order, has_no_gaps, have_same_strides, permuted_order, reverse
 from ort_accel.graph.nodes import call, constant_of, fakes_in, is_getitem, is_random, is_size, is_view
 from ort_accel.graph.symbolic_sizes import Size, expression, known_equal
 from ort_accel.kernels.kernel_call import Calls
@@ -274,7 +274,7 @@ def _apply(node: fx.Node, source: torch.Tensor) -> Any:
 
 def _is_all_memory(fake: torch.Tensor) -> bool:
     """True if a tensor begins with its memory and has no gaps."""
-    return expression(fake.storage_offset()) == 0 and (is_plain(fake) or permuted_order(fake) is not None)
+    return expression(fake.storage_offset()) == 0 and has_no_gaps(fake)
 
 
 def _covers(view: torch.Tensor, memory: torch.Tensor, layout: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils._sympy.printers import PythonPrinter
 
-from ort_accel.graph.memory_layout import is_plain, permuted_order
+from ort_accel.graph.memory_layout import has_no_gaps
 from ort_accel.graph.nodes import is_getitem
 from ort_accel.graph.symbolic_sizes import expression, hint, without_empty
 from ort_accel.lowering.call_program import dense
@@ -102,7 +102,7 @@ class _Writer:
     def write(self) -> None:
         """Set the part's source and symbols; raises `NotDescribable`."""
         part = self._part
-        if not all(_lies_without_gaps(node) for node in part.outputs):
+        if not all(has_no_gaps(node.meta["val"]) for node in part.outputs):
             raise NotDescribable("a result with gaps in memory")
         for node in part.nodes:
             self._name(node)
@@ -171,11 +171,6 @@ class _Writer:
         shape = "".join(f"{self._size(size)}, " for size in fake.shape)
         strides = "".join(f"{self._size(stride, without_empty)}, " for stride in fake.stride())
         return f"Layout({fake.dtype}, ({shape}), ({strides}))"
-
-
-def _lies_without_gaps(node: fx.Node) -> bool:
-    fake = node.meta["val"]
-    return is_plain(fake) or permuted_order(fake) is not None
 
 
 def _function(name: str, parameters: str, lines: Sequence[str]) -> list[str]:

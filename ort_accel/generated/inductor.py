@@ -55,23 +55,28 @@ ALIGNMENT_BYTES = 64
 
 aten = torch.ops.aten
 
-INDEXING = {
-    aten.embedding,
-    aten.embedding_dense_backward,
-    aten.gather,
-    aten.index,
-    aten.index_add,
-    aten.index_copy,
-    aten.index_put,
-    aten.index_select,
-    aten.nll_loss_backward,
-    aten.nll_loss_forward,
-    aten.scatter,
-    aten.scatter_add,
-    aten.scatter_reduce,
-    aten.take,
-}
-"""Operators that read or write where a tensor of positions says."""
+INDEXING = frozenset(
+    getattr(packet, name)
+    for packet in (
+        aten.embedding,
+        aten.embedding_dense_backward,
+        aten.gather,
+        aten.index,
+        aten.index_add,
+        aten.index_copy,
+        aten.index_put,
+        aten.index_select,
+        aten.nll_loss_backward,
+        aten.nll_loss_forward,
+        aten.scatter,
+        aten.scatter_add,
+        aten.scatter_reduce,
+        aten.take,
+    )
+    for name in packet.overloads()  # type: ignore[no-untyped-call]
+)
+"""Operators that read or write where a tensor of positions says. In a program, PyTorch computes them and checks the
+positions. A kernel of Inductor checks them in its threads, where an error ends the process."""
 
 
 class CannotGenerate(Exception):
@@ -121,7 +126,7 @@ def write_program(name: str, described: Description, hints: Mapping[str, int]) -
     with (
         inductor_config.patch(traced.settings),
         patch.dict(inplaceable_ops, clear=True),  # memory that an operator writes into would be used again too early
-        patch.dict(lowerings, {operator: fallback_handler(operator, False) for operator in _indexing()}),  # type: ignore[no-untyped-call]
+        patch.dict(lowerings, {operator: fallback_handler(operator, False) for operator in INDEXING}),  # type: ignore[no-untyped-call]
         tracing(TracingContext(traced.mode)),
         patch.object(AsyncCompile, "cpp_pybinding", kernel),
         patch.object(AsyncCompile, "wait", lambda *_: None),
@@ -135,27 +140,14 @@ def write_program(name: str, described: Description, hints: Mapping[str, int]) -
     return Source("".join(kernels), traced.conditions(), wrapper)
 
 
-def _indexing() -> list[torch._ops.OpOverload]:
-    """Returns the operators that read or write where a tensor says. PyTorch computes them and checks the positions.
-
-    A kernel of Inductor checks them in its threads, where an error ends the process.
-    """
-    return [getattr(packet, name) for packet in INDEXING for name in packet.overloads()]  # type: ignore[no-untyped-call]
-
-
 def _renamed(source: str, name: str) -> str:
     if source.count(" kernel(") != 1:
         raise CannotGenerate("a kernel of another form")
     return source.replace(" kernel(", f" {name}(")
 
 
-def _packet(name: object) -> object:
-    """Returns the operator of an overload."""
-    return getattr(name, "overloadpacket", name)
-
-
 class _Traced:
-    """What a description runs, traced with symbolic sizes into the operators that Inductor compiles."""
+    """The operators of a description, traced with symbolic sizes into those that Inductor compiles."""
 
     def __init__(self, described: Description, hints: Mapping[str, int]) -> None:
         self.env = ShapeEnv()
@@ -167,7 +159,7 @@ class _Traced:
             layouts = described.inputs(*symbols)
             given = [torch.empty_strided(each.shape, each.strides, dtype=each.dtype) for each in layouts]
             self.arguments: list[Any] = [*symbols, *given]
-            table = {name: each for name, each in select_decomp_table().items() if _packet(name) not in INDEXING}
+            table = {operator: each for operator, each in select_decomp_table().items() if operator not in INDEXING}
             self.module = make_fx(described.run, decomposition_table=table)(*self.arguments)
         output = self.module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(results)))

@@ -48,8 +48,7 @@ class InductorProgram:
         self._layouts: tuple[tuple[int, ...], list[tuple[int, ...]]] | None = None
         functions: dict[str, Any] = {"__name__": name, KERNELS: _Kernels(load_library(library), name)}
         exec(compile(wrapper, name, "exec"), functions)
-        call = functions["call"]
-        self._call: Callable[[list[Any]], list[torch.Tensor]] = lambda given: list(call(given))
+        self._call: Callable[[list[Any]], Sequence[torch.Tensor]] = functions["call"]
 
     def _sizes(self, symbols: Symbols) -> tuple[int, ...]:
         return tuple(map(symbols.__getitem__, self._names))
@@ -82,7 +81,7 @@ class InductorProgram:
             tensors.clear()
         try:
             with torch.no_grad():
-                results = self._call(given)
+                results = list(self._call(given))
                 for position in self.copied:
                     results[position] = results[position].clone()
         except Exception as error:

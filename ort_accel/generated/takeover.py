@@ -27,7 +27,7 @@ from ort_accel.generated.builds import build_version, compile_parts, load_kernel
 from ort_accel.generated.clusters import Cluster, find_clusters
 from ort_accel.generated.program import InductorProgram
 from ort_accel.generated.replace import SegmentGraph, replace_clusters
-from ort_accel.generated.trial import CLUSTERS, NONE_FASTER, PROGRAM, Candidate, Kept, WatchedSegment
+from ort_accel.generated.trial import CLUSTERS, NONE_FASTER, OPERATORS, PROGRAM, Candidate, WatchedSegment
 from ort_accel.generated.whole_graph import WholeGraph
 from ort_accel.generated.worker import Outcome
 from ort_accel.graph_cache.pickling import dumped, loaded
@@ -51,6 +51,22 @@ BYTES_A_SECOND, CALL_SECONDS = 1e10, 5e-6
 def no_more(_: Exception) -> bool:
     """Keeps a segment off its generated kernels once they have failed."""
     return False
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The knowledge of a segment, as a file has it."""
+
+    tried: Sequence[str] = ()
+    """The ways that were tried beside its operators."""
+    way: str = OPERATORS
+    """The fastest one."""
+    run: bytes = b""
+    """The pickled segment or program that runs it in this way."""
+    condition: str = "True"
+    nodes: int = 0
+    library: bytes = b""
+    kernels: Sequence[str] = ()
 
 
 @dataclass
@@ -104,23 +120,23 @@ class Generator:
         """Returns a segment that goes over to generated code."""
         return WatchedSegment(segment, self, name, graph, keeps_address)
 
-    def kept(self, segment: OrtSegment) -> tuple[Kept, Candidate | None]:
-        """Returns what earlier starts have found out about a segment, and the way to run it that was the fastest."""
+    def kept(self, segment: OrtSegment) -> tuple[Sequence[str], Candidate | None]:
+        """Returns the ways that earlier starts have tried for a segment, and the fastest; None for its operators."""
         content = self._files.get(self._key(segment)) if self._files is not None else None
         if content is None:
-            return Kept(), None
+            return (), None
         try:
             kept = loaded(content, {})
             assert isinstance(kept, Kept)
             if not kept.run:
-                return kept, None
+                return kept.tried, None
             load_kernels(kept.library, kept.kernels)
             run = loaded(kept.run, self._objects(segment))
             assert isinstance(run, OrtSegment | InductorProgram)
         except Exception as error:
             self.report.note(f"engine.cache_dir: kept kernels cannot be used and are made again: {in_a_line(error)}")
-            return Kept(), None
-        return kept, Candidate(kept.way, run, kept.condition, kept.nodes)
+            return (), None
+        return kept.tried, Candidate(kept.way, run, kept.condition, kept.nodes, kept.library, kept.kernels)
 
     def enqueue(self, watched: WatchedSegment, way: str) -> None:
         """Let a segment wait for a way to run."""
@@ -167,26 +183,27 @@ class Generator:
         load_kernels(library, [name for name, outcome in outcomes.items() if outcome.is_faster])
         self.say_without(NONE_FASTER)
         for watched, found in zip(batch, clusters, strict=True):
-            self._deliver(watched, partial(self._with_kernels, watched, found, outcomes, library))
+            candidate = partial(self._with_kernels, watched, found, outcomes, library)
+            self._deliver(watched, candidate, is_kept=bool(found))
 
     def _generate_programs(self, batch: Sequence[WatchedSegment]) -> None:
-        wholes = {f"graph_{at}": watched.whole() for at, watched in enumerate(batch)}
-        graphs = {name: graph for name, graph in wholes.items() if graph is not None}
+        named = {f"graph_{at}": watched for at, watched in enumerate(batch)}
+        graphs = {name: graph for name, watched in named.items() if (graph := watched.whole()) is not None}
         library, outcomes = self._compiled(graphs)
         self.say_without(NONE_FASTER)
-        for at, watched in enumerate(batch):
-            name = f"graph_{at}"
-            self._deliver(watched, partial(self._as_program, watched, name, graphs.get(name), outcomes, library))
+        for name, watched in named.items():
+            candidate = partial(self._as_program, watched, name, graphs.get(name), outcomes.get(name), library)
+            self._deliver(watched, candidate, is_kept=True)
 
     def _compiled(self, parts: Mapping[str, Cluster] | Mapping[str, WholeGraph]) -> tuple[bytes, dict[str, Outcome]]:
         library, outcomes = compile_parts(parts, self._sources) if parts else (b"", {})
         LOG.debug("generated code: %s", outcomes)
         return library, outcomes
 
-    def _deliver(self, watched: WatchedSegment, candidate: Callable[[], tuple[Candidate | None, Kept | None]]) -> None:
+    def _deliver(self, watched: WatchedSegment, candidate: Callable[[], Candidate | None], *, is_kept: bool) -> None:
         """Give a segment what was compiled for it; the others get theirs even where that fails."""
         try:
-            watched.deliver(*candidate())
+            watched.deliver(candidate(), is_kept=is_kept)
         except Exception as error:
             self._failed(error)
             watched.give_up()
@@ -233,48 +250,45 @@ class Generator:
         clusters: Mapping[str, Sequence[Cluster]],
         outcomes: Mapping[str, Outcome],
         library: bytes,
-    ) -> tuple[Candidate | None, Kept | None]:
-        """Returns a segment that calls the kernels which are faster, and what is to be kept of it."""
+    ) -> Candidate | None:
+        """Returns a segment that calls the kernels which are faster; None if none is."""
         chosen = {name: equal for name, equal in clusters.items() if outcomes[name].is_faster}
         graph, segment = watched.graph, watched.segment
         if not chosen or graph is None:
-            return None, Kept() if clusters else None
+            return None
         changed = replace_clusters(graph, chosen)
         model = build(changed.body, changed.wanted, self._opset, changed.called)
         run = segment.with_model(model, Fallback(segment, no_more), watched.keeps_address)
         condition = _condition([(each.names, outcomes[name]) for name, equal in chosen.items() for each in equal])
         nodes = sum(len(cluster.nodes) for equal in chosen.values() for cluster in equal)
-        candidate = Candidate(CLUSTERS, run, condition, nodes)
-        return candidate, _to_keep(candidate, library, list(chosen))
+        return Candidate(CLUSTERS, run, condition, nodes, library, list(chosen))
 
     def _as_program(
         self,
         watched: WatchedSegment,
         name: str,
         graph: WholeGraph | None,
-        outcomes: Mapping[str, Outcome],
+        outcome: Outcome | None,
         library: bytes,
-    ) -> tuple[Candidate | None, Kept | None]:
-        """Returns the program that Inductor has written for a segment, and what is to be kept of it."""
-        if graph is None:
-            return None, Kept()
-        outcome = outcomes[name]
+    ) -> Candidate | None:
+        """Returns the program that Inductor has written for a segment; None if it has written none."""
+        if graph is None or outcome is None:
+            return None
         if outcome.error:
             self.report.note(f"Inductor compiles no program for {watched.name}: {outcome.error}")
-            return None, Kept()
+            return None
         run = InductorProgram(watched.segment, name, graph, outcome.wrapper, library)
-        condition = _condition([(graph.names, outcome)])
-        candidate = Candidate(PROGRAM, run, condition, graph.nodes)
-        return candidate, _to_keep(candidate)
+        return Candidate(PROGRAM, run, _condition([(graph.names, outcome)]), graph.nodes)
 
-    def pickled(self, segment: OrtSegment, run: OrtSegment | InductorProgram) -> bytes:
-        """Returns another way to run a segment as a file keeps it."""
-        return b"" if self._files is None else dumped(run, self._objects(segment))
-
-    def keep(self, segment: OrtSegment, kept: Kept) -> None:
+    def keep(self, segment: OrtSegment, tried: Sequence[str], fastest: Candidate | None) -> None:
         """Keep what is known of a segment for the next start."""
-        if self._files is not None:
-            self._files.put(self._key(segment), dumped(kept, {}))
+        if self._files is None:
+            return
+        kept = Kept(tried)
+        if fastest is not None:
+            run = dumped(fastest.run, self._objects(segment))
+            kept = Kept(tried, fastest.way, run, fastest.condition, fastest.nodes, fastest.library, fastest.kernels)
+        self._files.put(self._key(segment), dumped(kept, {}))
 
     def _key(self, segment: OrtSegment) -> str:
         return hashlib.sha256(f"{build_version()}\n{segment.fingerprint()}\n{self._operators}".encode()).hexdigest()
@@ -292,10 +306,6 @@ RECORDS = (
     (PROGRAM, "nodes in programs of Inductor", "programs of Inductor run {nodes} nodes"),
 )
 """For each way, the counter of its nodes, and what the feature's row says of them."""
-
-
-def _to_keep(candidate: Candidate, library: bytes = b"", kernels: Sequence[str] = ()) -> Kept:
-    return Kept((), candidate.way, b"", candidate.condition, candidate.nodes, library, kernels)
 
 
 def _kernel_name(cluster: Cluster) -> str:

@@ -6,7 +6,8 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from ort_accel.generated.description import NotDescribable
 from ort_accel.generated.program import InductorProgram
 from ort_accel.generated.replace import SegmentGraph
 from ort_accel.generated.whole_graph import WholeGraph, whole_graph
+from ort_accel.generated.worker import exact_difference
 from ort_accel.memory.process_memory import available_bytes
 from ort_accel.observe.logs import LOG
 from ort_accel.reporting import KERNELS_READY, KERNELS_TRIED, Race, Report
@@ -45,23 +47,6 @@ MEMORY_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What is known of a segment, as a file keeps it."""
-
-    tried: tuple[str, ...] = ()
-    """The ways that were tried beside its operators."""
-    way: str = OPERATORS
-    """The fastest one."""
-    run: bytes = b""
-    """The pickled segment or program that runs it in this way."""
-    condition: str = "True"
-    nodes: int = 0
-    library: bytes = b""
-    """The library of the segment's kernels, with their names."""
-    kernels: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
 class Candidate:
     """Another way to run a segment."""
 
@@ -71,6 +56,9 @@ class Candidate:
     """The condition on the symbols under which it may run, in Python."""
     nodes: int
     """The number of nodes that generated code computes."""
+    library: bytes = b""
+    """The library of the segment's kernels, with their names."""
+    kernels: Sequence[str] = ()
 
 
 class CodeSource(Protocol):
@@ -82,14 +70,11 @@ class CodeSource(Protocol):
     def ways(self) -> Sequence[str]:
         """The ways that are tried, in their order."""
 
-    def kept(self, segment: OrtSegment) -> tuple[Kept, Candidate | None]:
-        """Returns what earlier starts have found out about a segment, and the way to run it that was the fastest."""
+    def kept(self, segment: OrtSegment) -> tuple[Sequence[str], Candidate | None]:
+        """Returns the ways that earlier starts have tried for a segment, and the fastest; None for its operators."""
 
-    def keep(self, segment: OrtSegment, kept: Kept) -> None:
+    def keep(self, segment: OrtSegment, tried: Sequence[str], fastest: Candidate | None) -> None:
         """Keep what is known of a segment for the next start."""
-
-    def pickled(self, segment: OrtSegment, run: OrtSegment | InductorProgram) -> bytes:
-        """Returns another way to run a segment as a file keeps it."""
 
     def enqueue(self, watched: WatchedSegment, way: str) -> None:
         """Let a segment wait for a way to run."""
@@ -124,10 +109,10 @@ class WatchedSegment:
         self._base: Run = segment
         """The fastest way that is known."""
         self._run: Run = segment
-        self._way = OPERATORS
+        self._fastest: Candidate | None = None
         self.seconds = 0.0
         """The time of the last run while it waited."""
-        self._kept, candidate = generator.kept(segment)
+        self._tried, candidate = generator.kept(segment)
         if candidate is not None:
             self._take_over(candidate)
         self.wait()
@@ -140,9 +125,14 @@ class WatchedSegment:
         return self._run(tensors, symbols)
 
     @property
+    def way(self) -> str:
+        """The fastest way that is known."""
+        return OPERATORS if self._fastest is None else self._fastest.way
+
+    @property
     def next_way(self) -> str:
         """The way that is tried next; empty if none is."""
-        left = [way for way in self._generator.ways if way not in self._kept.tried]
+        left = [way for way in self._generator.ways if way not in self._tried]
         is_possible = {CLUSTERS: self.graph is not None, PROGRAM: self.graph is not None or self._whole is not None}
         return next((way for way in left if is_possible[way]), "")
 
@@ -159,17 +149,17 @@ class WatchedSegment:
         """Run in the fastest known way, and ask for the next one."""
         self._run = self._base
         if way := self.next_way:
-            self._run = self._waiting
+            self._run = partial(self._waiting, way)
             self._generator.enqueue(self, way)
         else:
             self.graph = self._whole = None
 
-    def _waiting(self, tensors: Inputs, symbols: Symbols) -> Outputs:
+    def _waiting(self, way: str, tensors: Inputs, symbols: Symbols) -> Outputs:
         """Runs in the fastest known way, and tells the generator how long that took."""
         began = time.perf_counter()
         results = self._base(tensors, symbols)
         self.seconds = time.perf_counter() - began
-        self._generator.ran(self.seconds, self.next_way)
+        self._generator.ran(self.seconds, way)
         return results
 
     def rest(self) -> None:
@@ -181,48 +171,47 @@ class WatchedSegment:
         self.graph = self._whole = None
         self.rest()
 
-    def deliver(self, candidate: Candidate | None, kept: Kept | None) -> None:
-        """Take another way to run, and what is to be kept of it; called by another thread.
+    def deliver(self, candidate: Candidate | None, *, is_kept: bool) -> None:
+        """Take another way to run; called by another thread.
 
-        Without a candidate there is no such way; without `kept`, that may be different in the next start.
+        Without a candidate there is no such way; unless that `is_kept`, it may be different in the next start.
         """
-        if candidate is not None and kept is not None:
-            self._generator.report.counters[KERNELS_READY] += 1
-            self._generator.say_without(TRYING)
-            self._run = _Trial(self, self._base, self._way, candidate, kept)
+        if candidate is None:
+            self._end(self.next_way, is_kept=is_kept)
             return
-        self._tried(self.next_way, self._kept, is_kept=kept is not None)
+        self._generator.report.counters[KERNELS_READY] += 1
+        self._generator.say_without(TRYING)
+        self._run = _Trial(self, self._base, candidate)
 
-    def decided(self, candidate: Candidate, kept: Kept, seconds: dict[str, float], refusal: str = "") -> None:
-        """Go on with the faster way, and keep the decision. With a refusal, the candidate must not run."""
-        report = self._generator.report
-        is_faster = False
-        if seconds:
-            is_faster = seconds[candidate.way] <= LEAST_GAIN * seconds[self._way] and not candidate.run.has_given_up
-            chosen = candidate.way if is_faster else self._way
-            report.races.append(Race(self.name, "generated code", candidate.nodes, seconds, chosen))
-            times = ", ".join(f"{each * 1e3:.1f} ms with {way}" for way, each in seconds.items())
-            LOG.info("generated code for %d nodes of %s: %s; %s go on", candidate.nodes, self.name, times, chosen)
-        else:
-            report.note(f"{candidate.way} is not used for {self.name}: {refusal}")
+    def decide(self, candidate: Candidate, seconds: dict[str, float]) -> None:
+        """Go on with the faster way."""
+        is_faster = seconds[candidate.way] <= LEAST_GAIN * seconds[self.way] and not candidate.run.has_given_up
         if is_faster:
             self._take_over(candidate)
-            kept = replace(kept, run=self._generator.pickled(self.segment, candidate.run))
-        else:
-            self._generator.say_without(NONE_FASTER)
-        report.counters[KERNELS_TRIED] += 1
-        self._tried(candidate.way, kept if is_faster else self._kept)
+        self._generator.report.races.append(Race(self.name, "generated code", candidate.nodes, seconds, self.way))
+        times = ", ".join(f"{each * 1e3:.1f} ms with {way}" for way, each in seconds.items())
+        LOG.info("generated code for %d nodes of %s: %s; %s go on", candidate.nodes, self.name, times, self.way)
+        self._end_trial(candidate)
 
-    def _tried(self, way: str, kept: Kept, *, is_kept: bool = True) -> None:
+    def refuse(self, candidate: Candidate, reason: str) -> None:
+        """Go on without a candidate, which must not run."""
+        self._generator.report.note(f"{candidate.way} is not used for {self.name}: {reason}")
+        self._end_trial(candidate)
+
+    def _end_trial(self, candidate: Candidate) -> None:
+        self._generator.say_without(NONE_FASTER)
+        self._generator.report.counters[KERNELS_TRIED] += 1
+        self._end(candidate.way, is_kept=True)
+
+    def _end(self, way: str, *, is_kept: bool) -> None:
         """Note that a way was tried, and go on."""
-        self._kept = replace(kept, tried=(*self._kept.tried, way))
+        self._tried = (*self._tried, way)
         if is_kept:
-            self._generator.keep(self.segment, self._kept)
+            self._generator.keep(self.segment, self._tried, self._fastest)
         self.wait()
 
     def _take_over(self, candidate: Candidate) -> None:
-        self._base = self._run = _Guarded(self._base, candidate)
-        self._way = candidate.way
+        self._base, self._fastest = _Guarded(self._base, candidate), candidate
         self._generator.uses(self, candidate)
 
 
@@ -250,13 +239,11 @@ class _Guarded:
 class _Trial:
     """Lets two ways take turns, and measures them."""
 
-    def __init__(self, watched: WatchedSegment, base: Run, way: str, candidate: Candidate, kept: Kept) -> None:
-        self._watched, self._base, self._candidate, self._kept = watched, base, candidate, kept
+    def __init__(self, watched: WatchedSegment, base: Run, candidate: Candidate) -> None:
+        self._watched, self._base, self._candidate = watched, base, candidate
         self._guarded = _Guarded(base, candidate)
-        self._paces: dict[str, list[float]] = {way: [], candidate.way: []}
-        self._seconds: dict[str, list[float]] = {way: [], candidate.way: []}
-        self._way = way
-        self._is_turn = True
+        self._runs: dict[str, list[tuple[float, int]]] = {watched.way: [], candidate.way: []}
+        """For each run, its seconds, and a measure of the batch's size."""
         self._is_compared = not isinstance(candidate.run, InductorProgram)
 
     def __call__(self, tensors: Inputs, symbols: Symbols) -> Outputs:
@@ -264,14 +251,12 @@ class _Trial:
             return self._base(tensors, symbols)
         if not self._is_compared:
             return self._compare(tensors, symbols)
-        way, run = (self._candidate.way, self._candidate.run) if self._is_turn else (self._way, self._base)
-        self._is_turn = not self._is_turn
+        before, other = self._runs.values()
+        run, noted = (self._candidate.run, other) if len(other) == len(before) else (self._base, before)
         began = time.perf_counter()
         results = run(tensors, symbols)
-        spent = time.perf_counter() - began
-        self._seconds[way].append(spent)
-        self._paces[way].append(spent / max(1, math.prod(symbols.values())))
-        if all(len(paces) > TRIED_RUNS for paces in self._paces.values()):
+        noted.append((time.perf_counter() - began, max(1, math.prod(symbols.values()))))
+        if len(before) > TRIED_RUNS:
             self._decide()
         return results
 
@@ -281,30 +266,27 @@ class _Trial:
         assert isinstance(program, InductorProgram)
         free = available_bytes()
         if free is not None and 3 * program.result_bytes(symbols) > MEMORY_SHARE * free:
-            self._watched.decided(self._candidate, self._kept, {}, "memory does not suffice to compare its results")
+            self._watched.refuse(self._candidate, "memory does not suffice to compare its results")
             return self._base(tensors, symbols)
         state, given = torch.get_rng_state(), list(tensors)
         found = list(program(given, symbols))
         torch.set_rng_state(state)
-        if not program.has_given_up:
-            program.copied = _overlapping(found, tensors)
+        program.copied = _overlapping(found, tensors)
         for position in program.copied:  # the other way may write over its inputs
             found[position] = found[position].clone()
         results = self._base(tensors, symbols)
         self._is_compared = True
-        refusal = _difference(found, results)
-        if program.has_given_up:
-            refusal = program.error
-        if refusal:
-            self._watched.decided(self._candidate, self._kept, {}, refusal)
+        if refusal := program.error or _difference(found, results):
+            self._watched.refuse(self._candidate, refusal)
         return results
 
     def _decide(self) -> None:
         """Compare the paces, for batches of different sizes, without the first run of either way."""
-        paces = {way: median(paces[1:]) for way, paces in self._paces.items()}
-        seconds = median(self._seconds[self._way][1:])
-        found = {self._way: seconds, self._candidate.way: seconds * paces[self._candidate.way] / paces[self._way]}
-        self._watched.decided(self._candidate, self._kept, found)
+        before, other = self._runs.values()
+        seconds = median(spent for spent, _ in before[1:])
+        pace, new_pace = (median(spent / size for spent, size in runs[1:]) for runs in (before, other))
+        times = (seconds, seconds * new_pace / pace)
+        self._watched.decide(self._candidate, dict(zip(self._runs, times, strict=True)))
 
 
 def _overlapping(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[int]:
@@ -327,17 +309,14 @@ def _difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -
     Some results consist of rounding errors alone, such as the gradient of a bias before a softmax. They may differ by
     rounding errors of the largest ones.
     """
-    largest = max((_size(each) for each in wanted if each.is_floating_point()), default=0.0)
-    for at, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return f"its result {at} has another type or shape"
+    sizes = [_size(each) if each.is_floating_point() else 0.0 for each in wanted]
+    largest = max(sizes, default=0.0)
+    for at, (one, other, size) in enumerate(zip(found, wanted, sizes, strict=True)):
+        if text := exact_difference(one, other):
+            return f"its result {at} {text}"
         if not other.is_floating_point():
-            if not torch.equal(one, other):
-                return f"its result {at} is another one"
             continue
-        if not torch.equal(one.isfinite(), other.isfinite()):
-            return f"its result {at} has other infinities or NaN"
-        off, size = _size(one - other), _size(other)
+        off = _size(one - other)
         if off > TOLERANCE[other.dtype] * size + ROUNDINGS * torch.finfo(other.dtype).eps * largest:
             return f"its result {at} is off by {off:.1e} of {size:.1e}"
     return ""

@@ -33,11 +33,12 @@ def whole_graph(segment: OrtSegment, graph: SegmentGraph) -> WholeGraph:
     """Returns all of a segment, described; raises `NotDescribable`."""
     nodes = [node for node in graph.body.nodes if node.op == "call_function" and not is_size(node)]
     for node in nodes:
-        is_operator = is_getitem(node) or isinstance(node.target, torch._ops.OpOverload)
-        if not is_operator:
+        if is_getitem(node):
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload):
             raise NotDescribable(str(node.target))
         is_late = bool(node.meta.get(RUNS_AFTER)) and not (is_free(node) or facts(node).is_cheap)
-        if is_late or (not is_getitem(node) and keeps_position(node)):
+        if is_late or keeps_position(node):
             raise NotDescribable("operators with an order, which Inductor would not keep")
     constants = [node for node in graph.body.nodes if node.op == "get_attr"]
     part = Part(nodes, [*segment.inputs, *constants], list(graph.wanted))

@@ -98,7 +98,7 @@ def main(folder: Path) -> None:
             outcome.conditions, outcome.wrapper = source.conditions, source.wrapper
             texts[request.name] = source.text
         except Exception as error:  # Inductor raises errors of many kinds
-            outcome.error = f"{type(error).__name__}: {error}"
+            outcome.error = in_a_line(error)
     if library := _library(folder, texts, outcomes):
         for request in requests:
             if not outcomes[request.name].error and not request.is_graph:
@@ -149,7 +149,7 @@ def _try_out(library: ctypes.CDLL, request: Request, described: Description, out
         if not outcome.error:
             outcome.eager_seconds, outcome.generated_seconds = _seconds(kernel, described, request.hints)
     except Exception as error:
-        outcome.error = f"{type(error).__name__}: {error}"
+        outcome.error = in_a_line(error)
 
 
 def _other_sizes(hints: Mapping[str, int]) -> list[dict[str, int]]:
@@ -174,20 +174,27 @@ def _difference(kernel: Any, described: Description, hints: Mapping[str, int]) -
     if kernel(_packed(given, results, sizes)):
         return "the kernel raised an error"
     for at, (found, wanted) in enumerate(zip(results, described.run(*sizes, *given), strict=True)):
-        if found.shape != wanted.shape or found.dtype != wanted.dtype:
-            return f"result {at} has another type or shape"
         if text := _distance(found, wanted):
             return f"result {at} {text}"
     return ""
 
 
-def _distance(found: torch.Tensor, wanted: torch.Tensor) -> str:
+def exact_difference(found: torch.Tensor, wanted: torch.Tensor) -> str:
+    """Returns how a tensor differs from another beside its finite real numbers; nothing if it does not."""
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return "has another type or shape"
     if not wanted.is_floating_point():
-        return "" if torch.equal(found, wanted) else "is not PyTorch's"
+        return "" if torch.equal(found, wanted) else "has other values"
     finite, infinite = wanted.isfinite(), wanted.isinf()
     has_same = torch.equal(found.isnan(), wanted.isnan()) and torch.equal(found[infinite], wanted[infinite])
-    if not has_same or not found[finite].isfinite().all():
-        return "has other infinities or NaN"
+    return "" if has_same and found[finite].isfinite().all() else "has other infinities or NaN"
+
+
+def _distance(found: torch.Tensor, wanted: torch.Tensor) -> str:
+    """Returns how a tensor differs from another; nothing if only by rounding."""
+    if (text := exact_difference(found, wanted)) or not wanted.is_floating_point():
+        return text
+    finite = wanted.isfinite()
     one, other = found[finite].double(), wanted[finite].double()
     scale = max(1.0, float(other.abs().max())) if other.numel() else 1.0
     off = float((one - other).abs().max()) if other.numel() else 0.0

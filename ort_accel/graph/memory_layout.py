@@ -24,6 +24,11 @@ def is_plain(fake: torch.Tensor) -> bool:
     return _is_dense(fake, [dim for dim in range(fake.ndim) if expression(fake.shape[dim]) != 1])
 
 
+def has_no_gaps(fake: torch.Tensor) -> bool:
+    """True if a tensor is contiguous, or is with its dimensions in another order."""
+    return is_plain(fake) or permuted_order(fake) is not None
+
+
 def _is_dense(fake: torch.Tensor, long_dims: Sequence[int]) -> bool:
     """True if elements have no gaps, given the dimensions longer than 1 from the outermost to the innermost."""
     expected: int | torch.SymInt = 1

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from ort_accel.compiler import generated_kernels
-from ort_accel.executor.ort_segment import OrtSegment
 from ort_accel.generated import clusters, program, takeover, trial
-from ort_accel.generated.program import InductorProgram
 from ort_accel.generated.trial import PROGRAM
 from ort_accel.generated.worker import Outcome
-from tests.generated.watched import Clock, Compiler, spy, wait, way_of
+from tests.generated.watched import Clock, Compiler, before_each_run, spy, wait
 
 
 @pytest.fixture
@@ -45,17 +42,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found, by_session, by_program = Clock(), OrtSegment.__call__, InductorProgram.__call__
-
-    def in_session(segment: OrtSegment, *args: Any) -> Any:
-        found.passes(way_of(segment))
-        return by_session(segment, *args)
-
-    def in_program(program: InductorProgram, *args: Any) -> Any:
-        found.passes(PROGRAM)
-        return by_program(program, *args)
-
+    found = Clock()
     monkeypatch.setattr(trial, "time", found)
-    monkeypatch.setattr(OrtSegment, "__call__", in_session)
-    monkeypatch.setattr(InductorProgram, "__call__", in_program)
+    before_each_run(monkeypatch, found.passes)
     return found

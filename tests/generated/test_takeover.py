@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ort_accel.executor.ort_segment import OrtSegment
 from ort_accel.generated import takeover, trial
-from ort_accel.generated.takeover import COMPILING, FEATURE
-from ort_accel.generated.trial import CLUSTERS, NONE_FASTER, OPERATORS, PROGRAM, TRYING, Candidate, Kept, WatchedSegment
+from ort_accel.generated.takeover import COMPILING, FEATURE, Kept
+from ort_accel.generated.trial import CLUSTERS, NONE_FASTER, OPERATORS, PROGRAM, TRYING, Candidate, WatchedSegment
 from ort_accel.graph_cache.pickling import dumped, loaded
 from ort_accel.native.library import native_library
 from ort_accel.reporting import KERNELS_READY, KERNELS_TRIED, Runner, State

@@ -16,12 +16,12 @@ from ort_accel.generated.description import Description, NotDescribable
 from ort_accel.generated.program import InductorProgram
 from ort_accel.generated.whole_graph import WholeGraph, whole_graph
 from ort_accel.graph.meta_keys import RUNS_AFTER
-from ort_accel.graph.symbolic_sizes import SymbolSource
 from ort_accel.native.library import native_library
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 from tests.executor.one_session import OPSET
-from tests.generated.traced import Traced, normal
+from tests.generated.traced import Arguments, Traced, normal
+from tests.generated.watched import no
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native library was not built")
 functional = nn.functional
@@ -35,34 +35,19 @@ def in_pytorch(*_: object) -> Any:
     raise InPyTorch
 
 
-def no(_: object) -> bool:
-    return False
-
-
 class Segment:
-    """A function as a segment, with its inputs in the segment's order."""
+    """A function as a segment."""
 
     def __init__(self, function: Callable[..., Any], *args: Tensor) -> None:
-        self.traced = Traced(function, args, "symbolic")
-        self.graph = self.traced.segment
+        traced = Traced(function, args, "symbolic")
+        self.graph = traced.segment
         model = build(self.graph.body, self.graph.wanted, OPSET, self.graph.called)
         self.segment = OrtSegment(model, Sessions(SessionSettings(threads=2)), no, Fallback(in_pytorch, no), "test")
-        given = self.traced.graph.find_nodes(op="placeholder")
-        self._named = {node.name: position for position, node in enumerate(given)}
-        self._order = [self._named[node.name] for node in model.given]
-        self._symbols = SymbolSource()
-        for position, node in enumerate(given):
-            self._symbols.learn(position, node.meta["val"])
+        self.given = Arguments(traced, model.given)
 
     @property
     def whole(self) -> WholeGraph:
         return whole_graph(self.segment, self.graph)
-
-    def given(self, *args: Tensor) -> tuple[list[Tensor], dict[str, int]]:
-        """Returns the segment's inputs, and the values of its symbols."""
-        symbols: dict[str, int] = {}
-        self._symbols.read(args, symbols)
-        return [args[at] for at in self._order], symbols
 
 
 IDS = torch.tensor([[3, 1, 4], [1, 5, 2]])

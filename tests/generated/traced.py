@@ -77,6 +77,24 @@ class Traced:
         return Session(self, segment or self.segment)
 
 
+class Arguments:
+    """Arranges the arguments of a traced function as the inputs of its segment."""
+
+    def __init__(self, traced: Traced, inputs: Sequence[fx.Node]) -> None:
+        given = traced.graph.find_nodes(op="placeholder")
+        named = {node.name: position for position, node in enumerate(given)}
+        self._positions = [named[node.name] for node in inputs]
+        self._symbols = SymbolSource()
+        for position, node in enumerate(given):
+            self._symbols.learn(position, node.meta["val"])
+
+    def __call__(self, *args: Tensor) -> tuple[list[Tensor], dict[str, int]]:
+        """Returns the inputs, and the values of the symbols."""
+        symbols: dict[str, int] = {}
+        self._symbols.read(args, symbols)
+        return [args[position] for position in self._positions], symbols
+
+
 class Session:
     """A segment of a traced function, which is called as the function is."""
 
@@ -88,14 +106,7 @@ class Session:
         ]
         fallback = Fallback(lambda *_: pytest.fail("it ran in PyTorch"), _raise)
         self._run = OrtSegment(model, Sessions(SessionSettings(threads=2)), lambda _: False, fallback, "test")
-        given = traced.graph.find_nodes(op="placeholder")
-        named = {node.name: position for position, node in enumerate(given)}
-        self._positions = [named[node.name] for node in model.given]
-        self._symbols = SymbolSource()
-        for position, node in enumerate(given):
-            self._symbols.learn(position, node.meta["val"])
+        self._arguments = Arguments(traced, model.given)
 
     def __call__(self, *args: Tensor) -> Sequence[Tensor]:
-        symbols: dict[str, int] = {}
-        self._symbols.read(args, symbols)
-        return self._run([args[position] for position in self._positions], symbols)
+        return self._run(*self._arguments(*args))

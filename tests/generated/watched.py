@@ -21,13 +21,12 @@ from ort_accel.generated.takeover import SUFFIX, Generator
 from ort_accel.generated.trial import CLUSTERS, OPERATORS, PROGRAM
 from ort_accel.generated.whole_graph import WholeGraph
 from ort_accel.generated.worker import Outcome
-from ort_accel.graph.symbolic_sizes import SymbolSource
 from ort_accel.reporting import Report
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 from tests.executor.one_session import OPSET
 from tests.generated.python_kernels import PythonKernel
-from tests.generated.traced import Traced, normal
+from tests.generated.traced import Arguments, Traced, normal
 
 THREAD = "ort_accel kernels"
 MANY = 2 * (trial.TRIED_RUNS + 1)
@@ -46,21 +45,26 @@ def way_of(segment: OrtSegment) -> str:
     return CLUSTERS if b"cluster_" in segment._session_arguments[1] else OPERATORS
 
 
-def spy(patch: pytest.MonkeyPatch) -> list[str]:
-    """Returns a list that notes who runs a segment, for each run: operators, generated kernels or a program."""
-    ran: list[str] = []
+def before_each_run(patch: pytest.MonkeyPatch, tell: Callable[[str], None]) -> None:
+    """Tells before each run of a segment who runs it: operators, generated kernels or a program."""
     by_session, by_program = OrtSegment.__call__, InductorProgram.__call__
 
     def in_session(segment: OrtSegment, *args: Any) -> Any:
-        ran.append(way_of(segment))
+        tell(way_of(segment))
         return by_session(segment, *args)
 
     def in_program(program: InductorProgram, *args: Any) -> Any:
-        ran.append(PROGRAM)
+        tell(PROGRAM)
         return by_program(program, *args)
 
     patch.setattr(OrtSegment, "__call__", in_session)
     patch.setattr(InductorProgram, "__call__", in_program)
+
+
+def spy(patch: pytest.MonkeyPatch) -> list[str]:
+    """Returns a list that notes who runs a segment, for each run."""
+    ran: list[str] = []
+    before_each_run(patch, ran.append)
     return ran
 
 
@@ -162,22 +166,15 @@ class Watched:
         model = build(graph.body, graph.wanted, OPSET, graph.called)
         self.segment = OrtSegment(model, sessions, no, Fallback(fail, no), "test")
         self.run = self.generator.watch(self.segment, graph, no, "forward 0 part 0")
-        given = self.traced.graph.find_nodes(op="placeholder")
-        named = {node.name: position for position, node in enumerate(given)}
-        self._positions = [named[node.name] for node in model.given]
-        self._symbols = SymbolSource()
-        for position, node in enumerate(given):
-            self._symbols.learn(position, node.meta["val"])
+        self._arguments = Arguments(self.traced, model.given)
 
     def __call__(self, rows: int = 12, columns: int = 8) -> tuple[Sequence[Tensor], Tensor]:
         """Runs it once, and compares the result with PyTorch's. Returns inputs and result."""
         args = normal(rows, columns), normal(rows, columns) + 1
         if self.is_transposed:
             args = tuple(arg.t().contiguous().t() for arg in args)
-        symbols: dict[str, int] = {}
-        self._symbols.read(args, symbols)
         expected = self.function(*args)
-        (found,) = self.run([args[at] for at in self._positions], symbols)
+        (found,) = self.run(*self._arguments(*args))
         torch.testing.assert_close(found, expected)
         return args, found
 
