@@ -111,7 +111,7 @@ class WatchedSegment:
         self._run: Run = segment
         self._fastest: Candidate | None = None
         self.seconds = 0.0
-        """The time of the last run while it waited."""
+        """The time of its fastest run while it waited; 0 before the first one."""
         self._tried, candidate = generator.kept(segment)
         if candidate is not None:
             self._take_over(candidate)
@@ -158,8 +158,9 @@ class WatchedSegment:
         """Runs in the fastest known way, and tells the generator how long that took."""
         began = time.perf_counter()
         results = self._base(tensors, symbols)
-        self.seconds = time.perf_counter() - began
-        self._generator.ran(self.seconds, way)
+        seconds = time.perf_counter() - began
+        self.seconds = min(self.seconds or seconds, seconds)
+        self._generator.ran(seconds, way)
         return results
 
     def rest(self) -> None:

@@ -208,6 +208,15 @@ def test_segments_that_kernels_cannot_make_much_faster_are_left_out(
     assert watched.report.features[FEATURE].reason != COMPILING
 
 
+def test_a_segment_is_not_left_out_for_one_slow_run(compiler: Compiler, clock: Clock) -> None:
+    clock.seconds = lambda way, run: 1e-6 if run == 1 else 1000.0
+    watched = Watched(least_share=0.01, delay_seconds={CLUSTERS: 2000.0})
+    for _ in range(3):
+        watched()
+    wait()
+    assert len(compiler.requests) == 1
+
+
 def test_clusters_contain_only_given_operators(compiler: Compiler) -> None:
     Watched(operators=frozenset({"aten.sin.default", "aten.mul.Tensor"})).runs(0)
     (cluster,) = compiler.clusters.values()
