@@ -16,7 +16,7 @@ from ort_accel.capture.dynamo import DYNAMO_ERRORS
 from ort_accel.capture.dynamo_failures import is_behind_graph_break
 from ort_accel.capture.extra_guards import add_extra_guards, original_functions
 from ort_accel.capture.forward_graph import ends_at_graph_break
-from ort_accel.capture.four_bit_layers import capture_four_bit_layers
+from ort_accel.capture.quantized_layers import capture_quantized_layers
 from ort_accel.capture.sdpa_backend import attention_backend
 from ort_accel.compiler.autograd_graphs import AutogradCompiler, CompiledGraph, twice_differentiable
 from ort_accel.compiler.cached_graphs import cached_graphs, can_cache
@@ -57,7 +57,7 @@ class Backend:
         self.settings, self.report = settings, report
         record_features(settings, report)
         configure(level)
-        capture_four_bit_layers()
+        capture_quantized_layers()
         self.progress = Progress(report, level)
         self.policy = FallbackPolicy(config, report)
         self.compiler_memory = CompilerMemory(settings)

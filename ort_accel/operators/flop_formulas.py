@@ -24,6 +24,10 @@ def linear(rows: Shape, weight: Shape, *_: object, **__: object) -> int:
     return 2 * prod(rows) * (weight[0] if len(weight) > 1 else 1)
 
 
+def linear_backward(rows: Shape, weight: Shape, *_: object, **__: object) -> int:
+    return 2 * prod(rows) * weight[1]
+
+
 def linear_4bit(rows: Shape, _packed: Shape, weight: Shape, *_: object, **__: object) -> int:
     return 2 * prod(rows) * weight[0]
 

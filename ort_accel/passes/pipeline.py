@@ -69,6 +69,7 @@ class Pass:
 PASSES = (
     Pass("replace_masked_writes", Stage.CAPTURED),
     Pass("replace_4bit_products", Stage.CAPTURED),
+    Pass("remove_weight_sets", Stage.CAPTURED),
     Pass("fuse_rms_norm", Stage.CAPTURED, fusions, "fused RMS norms"),
     Pass("fuse_rotary", Stage.CAPTURED, fusions, "fused rotary embeddings"),
     Pass("fuse_gates", Stage.CAPTURED, fusions, "fused gates"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
-from ort_accel.kernels import gated, linear_4bit, linear_token_scores, rms_norm, rotary
+from ort_accel.kernels import gated, linear_4bit, linear_8bit, linear_token_scores, rms_norm, rotary
 from ort_accel.kernels.token_log_probs import token_scores
 from ort_accel.row_skipping.row_flow import (
     Dims,
@@ -107,7 +107,7 @@ def dropout(node: fx.Node, dims: Dims) -> Propagation | None:
     return unary(node, dims, lambda inputs, x: x)
 
 
-@RULES.register(aten.linear, linear_4bit.own.linear_4bit)
+@RULES.register(aten.linear, linear_4bit.own.linear_4bit, linear_8bit.own.linear_8bit)
 def linear(node: fx.Node, dims: Dims) -> Propagation | None:
     operand = tensor_input(node)
     if rank_of(operand) - 1 in dims or rank_of(node) != rank_of(operand):
