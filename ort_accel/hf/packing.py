@@ -111,13 +111,20 @@ def why_not_packed(model: nn.Module, first_position: int = 0) -> str | None:
         return "that cannot be checked: ZeRO stage 3 holds its weights"
     modes = {module: module.training for module in model.modules()}
     try:
+        for module in modes:
+            module.training = _changes_in_evaluation(module)
         with torch.no_grad():
-            return _why_not_packed(model.eval(), first_position)
+            return _why_not_packed(model, first_position)
     except Exception as error:  # a model without positions or token ids
         return f"rows with position_ids fail ({in_a_line(error)})"
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def _changes_in_evaluation(module: nn.Module) -> bool:
+    """True for layers of bitsandbytes: evaluated on some CPUs, one of 4 bits keeps a form that has no gradient."""
+    return type(module).__module__.startswith("bitsandbytes.")
 
 
 def _why_not_packed(model: nn.Module, first_position: int) -> str | None:

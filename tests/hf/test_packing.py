@@ -6,6 +6,7 @@ from datasets import Dataset
 from transformers import (
     BertConfig,
     BertLMHeadModel,
+    BitsAndBytesConfig,
     BloomConfig,
     BloomForCausalLM,
     DataCollatorForLanguageModeling,
@@ -161,6 +162,20 @@ def test_models_that_keep_sequences_apart_are_found(impl):
 
 def test_a_cache_hides_the_positions():
     assert "depends on" in why_not_packed(llama(use_cache=True))
+
+
+def test_a_check_leaves_4_bit_layers_in_the_form_that_has_a_gradient(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    llama().save_pretrained(tmp_path)
+    quantized = BitsAndBytesConfig(load_in_4bit=True)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=quantized, device_map={"": "cpu"})
+    model.config.use_cache = False
+    layer = model.model.layers[0].mlp.up_proj
+    for module in model.modules():
+        module.support_avx512bf16_for_cpu = True  # as on some CPUs
+    assert why_not_packed(model) is None
+    assert not layer.training
+    assert not getattr(layer.weight.quant_state, "packing_format_for_cpu", False)
 
 
 def test_positions_that_begin_elsewhere_are_found():

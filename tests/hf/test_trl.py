@@ -3,11 +3,14 @@
 import random
 import sys
 from functools import partial
+from importlib.util import find_spec
+from itertools import product
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification, set_seed
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
 import ort_accel
 from ort_accel.hf import ORTAccelCallback, fused_head
@@ -80,6 +83,14 @@ def wide_llama():
     return llama(hidden_size=128, intermediate_size=256, vocab_size=2000)
 
 
+def packed(args, **common):
+    return sft(partial(args, packing=True, max_length=32), **common)
+
+
+def padding_free(args, **common):
+    return sft(partial(args, padding_free=True, max_length=None), **common)
+
+
 ALL = [sft, dft, dpo, dpo_with_reference_first, kto, rewards, grpo, rloo]
 QUIET = {"engine": {"fallback": "report"}, "observe": {"log_level": "error"}}
 
@@ -90,15 +101,22 @@ def trained(tmp_path):
     set_seed(0)
     wide_llama().save_pretrained(tmp_path / "model")
 
-    def train(build, *callbacks):
+    def train(build, *callbacks, quantized=None, **more):
         set_seed(0)
         kind = {rewards: partial(LlamaForSequenceClassification.from_pretrained, num_labels=1)}
-        model = kind.get(build, LlamaForCausalLM.from_pretrained)(tmp_path / "model")
+        options = {} if quantized is None else {"quantization_config": quantized, "device_map": {"": "cpu"}}
+        model = kind.get(build, LlamaForCausalLM.from_pretrained)(tmp_path / "model", **options)
+        for module in model.modules():  # an evaluated layer of 4 bits has no gradient any more on some CPUs
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                module.support_avx512bf16_for_cpu = False
 
         def args(kind, **more):
             return arguments(tmp_path, kind, bf16=False, gradient_checkpointing=False, **more)
 
-        trainer = build(args, model=model, processing_class=tokenizer(), callbacks=list(callbacks))
+        trainer = build(args, model=model, processing_class=tokenizer(), callbacks=list(callbacks), **more)
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:  # TRL makes adapters of quantized models bfloat16, whatever the model's type
+                parameter.data = parameter.data.float()
         trainer.train()
         return trainer
 
@@ -124,14 +142,6 @@ def test_it_trains_as_in_eager_mode_in_whole_graphs(build, trained):
         assert any("only evaluated beside" in note for note in ort_accel.report(ours.model).notes)
 
 
-def packed(args, **common):
-    return sft(partial(args, packing=True, max_length=32), **common)
-
-
-def padding_free(args, **common):
-    return sft(partial(args, padding_free=True, max_length=None), **common)
-
-
 @pytest.mark.parametrize("build", mostly_long([packed, padding_free], packed))
 def test_packed_sequences_train_as_in_eager_mode_each_by_itself(build, trained):
     eager, ours = trained(build), trained(build, ORTAccelCallback(QUIET))
@@ -139,6 +149,34 @@ def test_packed_sequences_train_as_in_eager_mode_each_by_itself(build, trained):
     for name, tensor in eager.model.state_dict().items():
         torch.testing.assert_close(ours.model.state_dict()[name], tensor, rtol=1e-3, atol=1e-4)
     assert ort_accel.report(ours.model).counters["packed sequences"] > 8
+
+
+QUANTIZED = {
+    "LoRA": None,
+    "4 bits": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "8 bits": BitsAndBytesConfig(load_in_8bit=True),
+}
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize(
+    ("build", "weights"),
+    mostly_long(
+        [*product([*ALL, packed, padding_free], QUANTIZED)], (sft, "LoRA"), (dpo, "4 bits"), (packed, "4 bits")
+    ),
+)
+def test_adapters_train_as_in_eager_mode(build, weights, trained):
+    config = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["score"] if build is rewards else None)
+    train = partial(trained, build, quantized=QUANTIZED[weights], peft_config=config)
+    eager, ours = train(), train(ORTAccelCallback(QUIET))
+    assert losses(ours) == pytest.approx(losses(eager), abs=1e-4)
+    for name, mine in ours.model.named_parameters():
+        if mine.requires_grad:
+            torch.testing.assert_close(mine, eager.model.get_parameter(name), rtol=1e-3, atol=1e-4)
+    operators = {name for segment in ort_accel.report(ours.model).segments for name in segment.ops}
+    assert {f"ort_accel.linear_{weights[0]}bit.default"} <= operators or QUANTIZED[weights] is None
+    if build not in (packed, padding_free):
+        assert is_captured_whole_without_padding(ours.model)
 
 
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
