@@ -7,7 +7,8 @@ kernel of the native library lie between clusters. No path leaves a cluster and 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,9 +99,10 @@ def find_clusters(
     They contain only these operators, such as `aten.mul.Tensor`, if some are given.
     """
     found: list[Cluster] = []
+    readers = _readers(nodes, wanted, called)
     for members in _components(nodes, called, operators):
         if MIN_NODES <= len(members) <= MAX_NODES:
-            cluster = _cluster(members, nodes, wanted, called)
+            cluster = _cluster(members, readers)
             if cluster.saved_bytes < MIN_SAVED_BYTES or not cluster.outputs:
                 continue
             try:
@@ -176,14 +178,27 @@ def _components(nodes: Sequence[fx.Node], called: Calls, operators: Collection[s
     return list(groups.values())
 
 
-def _cluster(members: list[fx.Node], nodes: Sequence[fx.Node], wanted: Collection[fx.Node], called: Calls) -> Cluster:
+def _readers(
+    nodes: Sequence[fx.Node], wanted: Collection[fx.Node], called: Calls
+) -> Mapping[fx.Node, Collection[fx.Node | None]]:
+    """Returns the operators that read each result, also through what is free; None where the segment returns it."""
+    found: dict[fx.Node, list[fx.Node | None]] = defaultdict(list)
+    for node in nodes:
+        if node.op == "call_function" and not is_free(node):
+            for value in nodes_read(node, called):
+                for result in _results_behind(value):
+                    found[result].append(node)
+    for value in wanted:
+        for result in _results_behind(value):
+            found[result].append(None)
+    return found
+
+
+def _cluster(members: list[fx.Node], readers: Mapping[fx.Node, Collection[fx.Node | None]]) -> Cluster:
     own = set(members)
     inputs = dict.fromkeys(value for node in members for value in _values_read(node, own))
-    readers = [node for node in nodes if node not in own and not is_free(node) and node.op == "call_function"]
-    results = [*wanted, *(source for node in readers for source in nodes_read(node, called))]
-    read = {value for node in results for value in _through_free(node, own)}
-    order = {node: at for at, node in enumerate(members)}
-    outputs = sorted(read, key=lambda value: (order[producer_of(value)], value.name))
+    results = [value for node in members for value in (node, *sorted(filter(is_getitem, node.users)))]
+    outputs = [value for value in results if any(reader not in own for reader in readers.get(value, ()))]
     written = sum(_bytes(node) for node in members)
     loaded = sum(_bytes(source) for node in members for source in _sources_of(node, {}))
     kept = sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))
@@ -199,17 +214,12 @@ def producer_of(value: fx.Node) -> fx.Node:
     return value.args[0] if is_getitem(value) else value  # type: ignore[return-value]
 
 
-def _is_part(value: fx.Node, own: Collection[fx.Node]) -> bool:
-    """True if a value is a result of one of these nodes."""
-    return value in own or (is_getitem(value) and value.args[0] in own)
-
-
 def _values_read(node: fx.Node, own: Collection[fx.Node]) -> Iterator[fx.Node]:
     """Yields the tensors from outside that a cluster needs for one of its nodes."""
     pending = list(node.all_input_nodes)
     while pending:
         value = pending.pop(0)
-        if _is_part(value, own) or is_size(value):
+        if producer_of(value) in own or is_size(value):
             continue
         if is_free(value) and not is_getitem(value):
             pending += value.all_input_nodes
@@ -219,12 +229,12 @@ def _values_read(node: fx.Node, own: Collection[fx.Node]) -> Iterator[fx.Node]:
             yield value
 
 
-def _through_free(value: fx.Node, own: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """Yields the results of a cluster that are behind a value."""
+def _results_behind(value: fx.Node) -> Iterator[fx.Node]:
+    """Yields the results of operators that a value is a view or a part of."""
     pending = [value]
     while pending:
         value = pending.pop()
-        if _is_part(value, own):
-            yield value
-        elif is_free(value):
+        if is_free(producer_of(value)):
             pending += value.all_input_nodes
+        else:
+            yield value
