@@ -106,7 +106,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
     "data2vec-audio": {"apply_spec_augment": False},
     "data2vec-vision": BEIT,
     "dbrx": {"attn_config": {"clip_qkv": 8.0, "rope_theta": 10_000.0}, "ffn_config": {"moe_top_k": 2}},
-    "deformable_detr": {"backbone_config": "resnet", "num_feature_levels": 1},
+    "deformable_detr": {"backbone_config": "resnet", "num_feature_levels": 1, "d_model": 128},  # groups of 4 channels
     "detr": {"backbone_config": "resnet"},
     "distilbert": {"hidden_dim": 48},
     "donut-swin": SWIN,
