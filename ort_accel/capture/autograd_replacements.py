@@ -1,7 +1,7 @@
 """Captures chosen `torch.autograd.Function`s as plain operators that were registered in their place.
 
 Dynamo breaks the graph at a function that works on memory of its own, or in steps that a graph cannot hold. Besides, no
-row can be skipped through a backward that is not in the graph. Private to torch; checked with torch 2.11 to 2.13.
+row can be skipped through a backward that is not in the graph. Private to torch; checked with torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sets Dynamo up for the engine, and reads its counters. Private to torch; checked with torch 2.11 to 2.13."""
+"""Sets Dynamo up for the engine, and reads its counters. Private to torch; checked with torch 2.11 to 2.14."""
 
 from __future__ import annotations
 

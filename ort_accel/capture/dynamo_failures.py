@@ -1,7 +1,7 @@
 """Runs code in Python that Dynamo fails on by a fault of its own, and captures the functions that this code calls.
 
 Dynamo does so itself where it knows that it cannot capture something; its other faults come out as errors. Behind a
-graph break a call cannot be repeated, as part of it has run. Private to torch; checked with torch 2.11 to 2.13.
+graph break a call cannot be repeated, as part of it has run. Private to torch; checked with torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Models of pictures and text check through `torch._check_tensor_all` that tokens and parts of pictures match, and write
 both numbers into the error's text. Dynamo breaks the graph at the check, and compiles anew for each number in a text.
 PEFT's DoRA asks which package a weight's class is of, which Dynamo does not know for classes of torch.
-Private to torch; checked with torch 2.11 to 2.13.
+Private to torch; checked with torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

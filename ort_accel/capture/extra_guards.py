@@ -1,7 +1,7 @@
 """Adds guards for changes that Dynamo's own guards overlook: patched methods, hooks on all modules, keys that appear.
 
 Dynamo guards neither the methods that it inlines, nor the hooks of `torch.nn.modules.module`, nor the absence of a key
-where `d[key]` raised. Private to torch; checked with torch 2.11 to 2.13.
+where `d[key]` raised. Private to torch; checked with torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Traces what Dynamo captured into the forward graph before autograd: a small ATen graph.
 
-Private to torch; checked with torch 2.11 to 2.13.
+Private to torch; checked with torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Operators on fake tensors with dynamic sizes are slow. Dynamo ran them to capture the graph, and keeps the results.
 A checkpointed part is traced as its operators, marked for recomputation in the backward. Private to torch; checked with
-torch 2.11 to 2.13.
+torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 To autograd a compiled graph is one node. Autograd takes the gradients of unused outputs for zeros, so parameters on
 which only these outputs depend get zeros. In eager mode they get None, and no weight decay from the optimizer.
 
-AOTAutograd's names for the inputs and outputs of its graphs are private to torch; checked with torch 2.11 to 2.13.
+AOTAutograd's names for the inputs and outputs of its graphs are private to torch; checked with torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

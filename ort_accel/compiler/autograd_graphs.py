@@ -1,7 +1,7 @@
 """Compiles a captured graph through AOTAutograd, which makes a forward and a backward of it, or an inference graph.
 
 It uses what is private to torch: `aot_autograd`, `TracingContext.fw_metadata` and its `bw_donated_idxs`. Checked with
-torch 2.11 to 2.13.
+torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ort_accel.compiler.settings import Settings
 from ort_accel.errors import ConfigError, Problem
-from ort_accel.generated.builds import why_no_compiler
+from ort_accel.generated.builds import why_no_code
 from ort_accel.generated.takeover import FEATURE, Generator
 from ort_accel.generated.trial import CLUSTERS, PROGRAM
 from ort_accel.graph.nodes import is_operator
@@ -37,7 +37,7 @@ def why_none(settings: Settings) -> str:
             config.memory.budget is not None and config.compute.generated.enabled == "auto"
         ),
     }
-    return next((reason for reason, holds in reasons.items() if holds), "") or why_no_compiler()
+    return next((reason for reason, holds in reasons.items() if holds), "") or why_no_code()
 
 
 def record_generated(settings: Settings, report: Report) -> None:

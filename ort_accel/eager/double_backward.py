@@ -1,7 +1,7 @@
 """Gives gradients that can be differentiated (`create_graph=True`), for a gradient penalty or a Hessian.
 
 A compiled backward has no backward. So the captured graph runs a second time in eager mode, with the random numbers of
-its call, and autograd differentiates that run as often as it likes. Private to torch; checked with torch 2.11 to 2.13.
+its call, and autograd differentiates that run as often as it likes. Private to torch; checked with torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Dynamo captures a checkpointed part as an operator for AOTAutograd. Called in eager mode, that operator draws other
 random numbers in its recomputation than in its forward, so its gradients would be wrong. Private to torch; checked with
-torch 2.11 to 2.13.
+torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from packaging.version import Version
 
 from ort_accel.errors import OrtAccelError
 from ort_accel.generated.clusters import Cluster
@@ -26,6 +27,7 @@ from ort_accel.generated.worker import REQUEST, RESULT, SOURCE, Outcome, Request
 from ort_accel.native.library import native_library
 
 LIBRARY = Path(SOURCE).with_suffix(".so").name
+OLDEST_TORCH = Version("2.13")
 MOST_SECONDS = 600
 """The time after which a compilation is given up."""
 
@@ -41,8 +43,14 @@ class NoKernels(OrtAccelError):
     """Raised if the background process ends without kernels."""
 
 
-def why_no_compiler() -> str:
-    """Returns the reason why no kernel can be compiled; empty if there is a C++ compiler."""
+def why_no_code() -> str:
+    """Returns the reason why no code can be generated; empty if it can.
+
+    Older releases of Inductor round in 16 bits otherwise than PyTorch's operators, and end the process where an integer
+    is divided by zero.
+    """
+    if Version(torch.__version__) < OLDEST_TORCH:
+        return f"torch is {torch.__version__}, and code is generated from {OLDEST_TORCH} on"
     return "" if _compiler() else "there is no C++ compiler; install g++"
 
 

@@ -1,8 +1,9 @@
 """Lets PyTorch's Inductor write the C++ of a cluster, or Python and C++ of a whole graph.
 
 It uses what is private to torch: `GraphLowering`, `compile_fx_inner`, the text that Inductor's Python wrapper consists
-of, `cpp_builder` and `pick_vec_isa`. Checked with torch 2.13. The wrapper of a cluster is run once with stand-ins for
-its functions, which record the kernels that it would launch, in order, and the buffers that it would allocate.
+of, `cpp_builder` and `pick_vec_isa`. Checked with torch 2.13 and 2.14. The wrapper of a cluster is run once with
+stand-ins for its functions, which record the kernels that it would launch, in order, and the buffers that it would
+allocate.
 """
 
 from __future__ import annotations

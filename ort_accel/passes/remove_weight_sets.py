@@ -11,13 +11,16 @@ from torch import Tensor, fx
 from ort_accel.passes.common import example_of, recompile
 from ort_accel.passes.options import PassOptions
 
+ASSIGNMENTS = {str(Tensor.set_), "aten.shallow_copy_data_"}
+"""What `weight.data = source` becomes; the second one from torch 2.14 on."""
 WEIGHT = "Int8Params"
 """The class of such weights. The layer multiplies with the integers, whatever memory this parameter has."""
 
 
 def remove_weight_sets(graph: fx.Graph, _: PassOptions) -> int:
     """Remove such assignments from a graph that Dynamo captured; returns how many."""
-    found = [node for node in graph.nodes if node.target is Tensor.set_ and _is_in_place_already(*node.args)]
+    assignments = [node for node in graph.nodes if node.op == "call_function" and str(node.target) in ASSIGNMENTS]
+    found = [node for node in assignments if _is_in_place_already(*node.args)]
     for node in found:
         for each in (*node.users, node):  # Dynamo takes the count of the weight's changes back
             graph.erase_node(each)

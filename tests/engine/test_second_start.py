@@ -3,12 +3,13 @@
 import json
 import os
 import pickle
-import runpy
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+import torch
 
 from ort_accel.compiler.module_call import TRACE_AND_FIRST_RUN
 
@@ -94,7 +95,7 @@ def start(tmp_path, monkeypatch):
         engine = {"cache_dir": str(run.cache), "compare_with_eager": False, **how.pop("engine", {})}
         how["config"] = {"version": 1, "engine": engine, **how.get("config", {})}
         if not in_a_process:
-            return Start(*runpy.run_path(str(run.script))["train"](how))
+            return Start(*trained(run.script, how))
         ended = subprocess.run(
             [sys.executable, str(run.script), json.dumps(how)],
             env={**os.environ, "PYTHONPATH": str(HOUSE)},
@@ -109,6 +110,16 @@ def start(tmp_path, monkeypatch):
     run.script, run.cache = tmp_path / "train.py", tmp_path / "cache"
     run.script.write_text(SCRIPT)
     return run
+
+
+def trained(script: Path, how: dict):
+    """Trains in this process as in a new one."""
+    torch._dynamo.reset()
+    specification = spec_from_file_location("script_of_a_start", script)
+    module = module_from_spec(specification)
+    sys.modules[specification.name] = module  # where Dynamo looks for the globals of the model's classes
+    specification.loader.exec_module(module)
+    return module.train(how)
 
 
 def graphs(start) -> list[Path]:

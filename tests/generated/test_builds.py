@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ort_accel.generated import builds, clusters
-from ort_accel.generated.builds import NoKernels, compile_parts, load_kernels, why_no_compiler
+from ort_accel.generated.builds import NoKernels, compile_parts, load_kernels, why_no_code
 from ort_accel.generated.clusters import Cluster
 from ort_accel.generated.replace import replace_clusters
 from ort_accel.generated.worker import Outcome
@@ -22,7 +22,7 @@ from ort_accel.native.library import native_library
 from tests.generated.cases import whole
 from tests.generated.traced import Traced, normal
 
-needs_compiler = pytest.mark.skipif(bool(why_no_compiler()), reason=why_no_compiler())
+needs_compiler = pytest.mark.skipif(bool(why_no_code()), reason=why_no_code())
 needs_library = pytest.mark.skipif(native_library() is None, reason="the native library was not built")
 
 
@@ -157,7 +157,7 @@ def test_what_is_missing_without_a_compiler(
 ) -> None:
     monkeypatch.setenv("CXX", variable)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name in programs else None)
-    assert why_no_compiler() == ("there is no C++ compiler; install g++" if missing else "")
+    assert why_no_code() == ("there is no C++ compiler; install g++" if missing else "")
 
 
 def test_kernels_depend_on_torch_the_processor_and_the_code_that_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ort_accel.generated import clusters
-from ort_accel.generated.builds import why_no_compiler
+from ort_accel.generated.builds import why_no_code
 from ort_accel.generated.clusters import Cluster
 from ort_accel.generated.description import Description, Layout
 from ort_accel.generated.inductor import PREAMBLE, CannotGenerate, Source, compile_library, write_source
@@ -20,7 +20,7 @@ from ort_accel.generated.worker import TOLERANCE, Value
 from tests.generated.cases import CASES, whole
 from tests.generated.traced import Traced, normal
 
-pytestmark = pytest.mark.skipif(bool(why_no_compiler()), reason=why_no_compiler())
+pytestmark = pytest.mark.skipif(bool(why_no_code()), reason=why_no_code())
 
 
 def without_gaps(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from ort_accel.config import load_config
 from ort_accel.eager import comparison
 from ort_accel.errors import ConfigError
 from ort_accel.generated import builds, clusters, trial
-from ort_accel.generated.builds import why_no_compiler
+from ort_accel.generated.builds import why_no_code
 from ort_accel.generated.takeover import COMPILING, FEATURE, Generator
 from ort_accel.generated.trial import CLUSTERS, OPERATORS, PROGRAM
 from ort_accel.generated.worker import Outcome
@@ -43,7 +43,7 @@ from tests.generated.watched import MANY, Compiler, files, spy, wait
 from tests.tiers import mostly_long
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native library was not built")
-needs_compiler = pytest.mark.skipif(bool(why_no_compiler()), reason=why_no_compiler())
+needs_compiler = pytest.mark.skipif(bool(why_no_code()), reason=why_no_code())
 
 
 class Model(nn.Module):
@@ -211,7 +211,7 @@ def test_a_start_without_a_compiler_trains_with_what_is_kept(
     compiler: Compiler, kernels_win: None, runs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Training(config(tmp_path, {"enabled": "auto"}), Model(16))(*ROWS)
-    monkeypatch.setattr(generated_kernels, "why_no_compiler", lambda: "there is no C++ compiler; install g++")
+    monkeypatch.setattr(generated_kernels, "why_no_code", lambda: "there is no C++ compiler; install g++")
     second = Training(config(tmp_path, {"enabled": "auto"}), Model(16))
     second(*ROWS)
     assert second.feature.state is State.OFF
@@ -444,8 +444,8 @@ def way(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def folder(way: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which starts keep code, and its text for people."""
-    if why_no_compiler():
-        pytest.skip(why_no_compiler())
+    if why_no_code():
+        pytest.skip(why_no_code())
     return tmp_path_factory.mktemp("training")
 
 
@@ -484,18 +484,21 @@ def test_a_second_process_compiles_nothing_and_runs_kept_code_in_its_first_step(
 
 
 ENDS_SOON = """
-import subprocess
+import subprocess, threading
 from ort_accel.generated import clusters
 from tests.generated.test_training import Model, Training, config
 
 def sleep(command, start=subprocess.Popen, **rest):
     process = start(["sleep", "600"], **rest)
     print(process.pid, flush=True)
+    started.set()
     return process
 
+started = threading.Event()
 clusters.MIN_SAVED_BYTES = 0
 subprocess.Popen = sleep
 Training(config(), Model(16))(6, 9)
+assert started.wait(60)
 print("the end")
 """
 

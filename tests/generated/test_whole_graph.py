@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ort_accel.executor.build_model import build
 from ort_accel.executor.ort_segment import Fallback, OrtSegment
-from ort_accel.generated.builds import compile_parts, why_no_compiler
+from ort_accel.generated.builds import compile_parts, why_no_code
 from ort_accel.generated.description import Description, NotDescribable
 from ort_accel.generated.program import InductorProgram
 from ort_accel.generated.whole_graph import WholeGraph, whole_graph
@@ -107,8 +107,8 @@ def test_what_writes_into_its_inputs_is_not_described() -> None:
 @pytest.fixture(scope="module")
 def programs() -> dict[str, tuple[Segment, InductorProgram]]:
     """The programs of all cases, from one process."""
-    if why_no_compiler():
-        pytest.skip(why_no_compiler())
+    if why_no_code():
+        pytest.skip(why_no_code())
     segments = {f"graph_{at}": Segment(*CASES[name][:1], *CASES[name][1]) for at, name in enumerate(CASES)}
     wholes = {name: segment.whole for name, segment in segments.items()}
     library, outcomes = compile_parts(wholes, None)

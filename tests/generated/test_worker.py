@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ort_accel.generated import clusters, inductor, worker
-from ort_accel.generated.builds import why_no_compiler
+from ort_accel.generated.builds import why_no_code
 from ort_accel.generated.clusters import Cluster
 from ort_accel.generated.description import Description
 from ort_accel.generated.inductor import Source
@@ -91,8 +91,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> Iterator[dict[str, Outcome]]:
     """The outcomes of one request with clusters of all kinds."""
-    if why_no_compiler():
-        pytest.skip(why_no_compiler())
+    if why_no_code():
+        pytest.skip(why_no_code())
     write_source = inductor.write_source
 
     def harmed(name: str, *args: Any) -> Source:

@@ -69,9 +69,11 @@ class Dropping(nn.Module):
         return self.second(self.dropout(self.first(x).tanh())).sum()
 
 
-@pytest.mark.parametrize(("probability", "count"), [(0.0, 1), (0.1, 0)])
-def test_the_clone_of_a_dropout_with_probability_zero_is_removed(probability, count):
+@pytest.mark.parametrize("probability", [0.0, 0.1])
+def test_a_dropout_costs_no_clone(probability):
     eager = Dropping(probability)
     ours = ort_accel.accelerate(copy.deepcopy(eager), {"observe": {"log_level": "error"}})
     assert_step_as_eager(eager, ours, torch.randn(4, 8))
-    assert ort_accel.report(ours).counters["copies left out"] == count
+    segments = ort_accel.report(ours).segments
+    assert segments
+    assert not any("aten.clone" in name for segment in segments for name in segment.ops)

@@ -69,6 +69,7 @@ def test_a_forked_process_ends_though_its_parent_has_run_parallel_loops():
     assert asked(fork_after_a_loop) == 0
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch for CUDA forks no process with a compiled backward")
 @pytest.mark.timeout(300)
 def test_a_forked_process_trains_the_model_of_its_parent():
     code, segments = asked(fork_with_a_model)
