@@ -24,9 +24,10 @@ from ort_accel.native.run_kernel import ELEMENTS, run_kernel
 own = torch.ops.ort_accel
 
 
-def has_kernel(x: Tensor) -> bool:
-    """True if the native kernel multiplies these rows."""
-    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and native_library() is not None
+def has_kernel(x: Tensor, scales: Tensor) -> bool:
+    """True if the native kernel multiplies these rows with a weight of these scales."""
+    is_known = x.dtype in (torch.float32, torch.bfloat16) and scales.dtype == torch.float32
+    return is_known and x.device.type == "cpu" and native_library() is not None
 
 
 def _dequantized(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -34,7 +35,7 @@ def _dequantized(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _linear_8bit(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    if not has_kernel(x):
+    if not has_kernel(x, scales):
         return functional.linear(x, _dequantized(codes, scales, x.dtype), bias)
     x, result = x.contiguous(), x.new_empty((*x.shape[:-1], codes.shape[0]))
     rows = result.numel() // codes.shape[0]
@@ -43,7 +44,7 @@ def _linear_8bit(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) 
 
 
 def _linear_8bit_backward(grad: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    if not has_kernel(grad):
+    if not has_kernel(grad, scales):
         return grad @ _dequantized(codes, scales, grad.dtype)
     grad, result = grad.contiguous(), grad.new_empty((*grad.shape[:-1], codes.shape[1]))
     rows = result.numel() // codes.shape[1]
@@ -126,7 +127,7 @@ def _linear_8bit_call(
     node: fx.Node, x: fx.Node, codes: fx.Node, scales: fx.Node, bias: fx.Node | None
 ) -> KernelCall | None:
     element = element_of(x, bias or x)
-    if element is None or not has_kernel(fake_of(x)):
+    if element is None or not has_kernel(fake_of(x), fake_of(scales)):
         return None
     rows = prod(fake_of(node).shape[:-1])
     shape = fake_of(codes).shape
@@ -135,7 +136,7 @@ def _linear_8bit_call(
 
 @chosen_for(own.linear_8bit_backward.default)
 def _linear_8bit_backward_call(node: fx.Node, grad: fx.Node, codes: fx.Node, scales: fx.Node) -> KernelCall | None:
-    if not has_kernel(fake_of(grad)):
+    if not has_kernel(fake_of(grad), fake_of(scales)):
         return None
     rows, element = prod(fake_of(node).shape[:-1]), ELEMENTS[fake_of(grad).dtype]
     weight = codes, scales, rows, *fake_of(codes).shape
