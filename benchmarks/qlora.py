@@ -1,4 +1,4 @@
-"""QLoRA training steps of a Llama with bitsandbytes' 4-bit weights: bitsandbytes itself and ort_accel. See `--help`.
+"""QLoRA training steps of a Llama: bitsandbytes itself and ort_accel. See `--help`.
 
 A step is forward, backward and AdamW on the LoRA weights. The contenders take turns on the same batches. The bare
 products of the base weights take turns with them, in single precision and dequantized: for all tokens, and for those
@@ -23,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import typer
-from bitsandbytes.nn import Linear4bit
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
@@ -70,7 +70,7 @@ def qlora(
     batch: Annotated[int, typer.Option(min=1)] = 4,
     length: Annotated[int, typer.Option(min=2)] = 512,
     valid: Annotated[float, typer.Option(min=0.01, max=1, help="The share of tokens that are not padding.")] = 0.5,
-    quant_type: Annotated[str, typer.Option(help="nf4 or fp4.")] = "nf4",
+    quant_type: Annotated[str, typer.Option(help="nf4, fp4 or int8.")] = "nf4",
     block: Annotated[int, typer.Option(help="Weights in one block.")] = 64,
     nested: Annotated[bool, typer.Option(help="Double quantization.")] = True,
     bf16: Annotated[bool, typer.Option(help="Weights, and what layers compute in; fp32 without it.")] = False,
@@ -128,11 +128,11 @@ class Running:
 
 
 class Products:
-    """The products of all 4-bit layers with rows and with their gradients, and nothing else of a step."""
+    """The products of all quantized layers with rows and with their gradients, and nothing else of a step."""
 
     def __init__(self, model: nn.Module, rows: int) -> None:
-        layers = [one.weight.quant_state.shape for one in model.modules() if isinstance(one, Linear4bit)]
-        self._counts = Counter((outer, inner) for outer, inner in layers)
+        layers = [one for one in model.modules() if isinstance(one, Linear4bit | Linear8bitLt)]
+        self._counts = Counter((one.out_features, one.in_features) for one in layers)
         self._weights = {shape: torch.randn(shape) for shape in self._counts}
         self._rows = {width: torch.randn(rows, width) for shape in self._counts for width in shape}
 
@@ -152,7 +152,7 @@ def tokens_of(size: Size) -> dict[str, int]:
 
 
 def model_of(size: Size) -> nn.Module:
-    """Returns a Llama with random weights, 4-bit linear layers and LoRA on each of them."""
+    """Returns a Llama with random weights, quantized linear layers and LoRA on each of them."""
     dtype = torch.bfloat16 if size.bf16 else torch.float32
     config = LlamaConfig(
         hidden_size=size.hidden,
@@ -164,13 +164,14 @@ def model_of(size: Size) -> nn.Module:
         max_position_embeddings=size.length,
         use_cache=False,
     )
-    quantized = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=size.quant_type,
-        bnb_4bit_use_double_quant=size.nested,
-        bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_blocksize=size.block,
-    )
+    in_4_bits = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": size.quant_type,
+        "bnb_4bit_use_double_quant": size.nested,
+        "bnb_4bit_compute_dtype": dtype,
+        "bnb_4bit_blocksize": size.block,
+    }
+    quantized = BitsAndBytesConfig(**({"load_in_8bit": True} if size.quant_type == "int8" else in_4_bits))
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
