@@ -4,7 +4,8 @@
 2. When the engine's steps compile nothing any more, engine and eager mode take turns until one is clearly faster.
 3. The faster one goes on. A pair of steps is compared again from time to time, and sooner when the pace changes. The
    cost of the slower steps decides how often: it stays at about one part in a hundred of the whole time.
-4. Generated kernels make the engine's steps faster, so the comparison begins anew with them.
+4. Generated kernels make the engine's steps faster, so the comparison begins anew with them. They are tried in steps of
+   the engine: where eager mode was faster, in single ones, so seldom that these cost little.
 
 Eager steps are steps of the training: they draw the same random numbers and give the same gradients up to rounding.
 """
@@ -38,6 +39,8 @@ SETTLED_STEPS = 3
 """Steps of the engine without a compilation, before it is compared."""
 TRIAL_STEPS = 30
 """Steps of the engine after which the trial of generated kernels is not waited for any more."""
+TRIAL_COST_SHARE = 0.02
+"""Share of the time that the trial may cost where eager mode is faster."""
 MOST_PAIRS = 12
 """Pairs of steps after which the median decides in any case."""
 TIE_RATIO = 1.01
@@ -81,6 +84,8 @@ class EagerComparison:
         self._under_way: list[tuple[Step, bool]] = []
         """Steps whose times are not known yet; with True for those in eager mode."""
         self._steps, self._compilations, self._kernels, self._since_compilation = 0, 0, 0, 0
+        self._trial_steps, self._eager_steps_between = 0, 0
+        """Steps of the engine for the trial of kernels where eager mode is faster, and steps of eager mode since."""
         self._eager_seconds: deque[float] = deque(maxlen=PAIRS_KEPT)
         report.off(FEATURE, self._why_not or "no step has been compared yet")
 
@@ -140,6 +145,8 @@ class EagerComparison:
 
     def _is_eager_turn(self) -> bool:
         """True if eager mode runs the next step; the first comparison waits until the engine compiles no more."""
+        if self._tries_kernels_beside_eager:
+            return not self._is_trial_turn()
         wait = TRIAL_STEPS if self._tries_kernels else SETTLED_STEPS
         if not self._turns.is_decided and self._since_compilation < wait:
             return False
@@ -151,14 +158,29 @@ class EagerComparison:
     def _note_kernels(self) -> None:
         """Compare anew where generated kernels have come, or were tried."""
         kernels = self._report.counters[KERNELS_READY] + self._report.counters[KERNELS_TRIED]
-        if kernels != self._kernels:
+        if kernels != self._kernels and not self._tries_kernels_beside_eager:
             self._kernels, self._since_compilation = kernels, 0
+            if not self._tries_kernels:
+                self._trial_steps = 0
             self._turns.begin_anew()
 
     @property
     def _tries_kernels(self) -> bool:
         """True while segments run with and without generated kernels in turn."""
         return self._report.counters[KERNELS_READY] > self._report.counters[KERNELS_TRIED]
+
+    @property
+    def _tries_kernels_beside_eager(self) -> bool:
+        """True while this happens and eager mode, which is faster, runs the steps."""
+        return self._tries_kernels and self._turns.is_eager_settled and self._trial_steps < TRIAL_STEPS
+
+    def _is_trial_turn(self) -> bool:
+        """True if the engine runs the next step to try kernels."""
+        self._eager_steps_between += 1
+        if self._eager_steps_between * TRIAL_COST_SHARE <= self._turns.ratio - 1:
+            return False
+        self._trial_steps, self._eager_steps_between = self._trial_steps + 1, 0
+        return True
 
     def _no_room(self) -> str:
         """Return why memory might not suffice for a step of eager mode; empty if it will."""
@@ -272,6 +294,11 @@ class Turns:
         self._ratios.clear()
         self._pace.clear()
         self._pace_before = None
+
+    @property
+    def is_eager_settled(self) -> bool:
+        """True while eager mode runs the steps, and no pair is under way."""
+        return self.is_decided and self.prefers_eager and not self._compares
 
     @property
     def is_due(self) -> bool:

@@ -14,7 +14,7 @@ from ort_accel.compiler.module_call import Compiled
 from ort_accel.config import load_config
 from ort_accel.eager import comparison
 from ort_accel.eager.comparison import Turns, is_clear, why_not
-from ort_accel.reporting import KERNELS_READY, KERNELS_TRIED
+from ort_accel.reporting import EAGER, KERNELS_READY, KERNELS_TRIED
 
 FEATURE = comparison.FEATURE
 
@@ -257,6 +257,44 @@ def test_while_generated_kernels_are_tried_the_engine_runs(steps_of_some_time):
     ran.clear()
     train(ours, comparison.SETTLED_STEPS + 8)
     assert "eager" in ran
+
+
+@pytest.fixture
+def eager_is_faster(steps_of_some_time, monkeypatch):
+    """A model that trains in eager mode; who ran its steps, and how often the engine may try kernels."""
+    monkeypatch.setattr(comparison, "TRIAL_COST_SHARE", 0.5)
+    spent, ran = steps_of_some_time
+    spent["engine"] = 0.08
+    ours = ort_accel.accelerate(Model(), {"version": 1})
+    train(ours, 10)
+    found = ort_accel.report(ours).comparison
+    assert found.runner == EAGER
+    ran.clear()
+    return ours, ran, 1 + int((found.ratio - 1) / comparison.TRIAL_COST_SHARE)
+
+
+def test_where_eager_mode_is_faster_kernels_are_tried_in_single_steps(eager_is_faster):
+    ours, ran, every = eager_is_faster
+    counters = ort_accel.report(ours).counters
+    counters[KERNELS_READY] += 1
+    train(ours, 3 * every)
+    assert ran == [*["eager"] * (every - 1), "engine"] * 3
+    counters[KERNELS_TRIED] += 1
+    ran.clear()
+    train(ours, comparison.SETTLED_STEPS)
+    assert set(ran) == {"engine"}, "it compares anew"
+
+
+def test_a_trial_beside_eager_mode_that_does_not_end_is_not_waited_for(eager_is_faster, monkeypatch):
+    ours, ran, every = eager_is_faster
+    monkeypatch.setattr(comparison, "TRIAL_STEPS", 2)
+    ort_accel.report(ours).counters[KERNELS_READY] += 1
+    train(ours, 2 * every)
+    assert ran.count("engine") == 2
+    train(ours, 8)
+    ran.clear()
+    train(ours, 10)
+    assert set(ran) == {"eager"}
 
 
 def test_a_trial_of_kernels_that_does_not_end_is_not_waited_for(steps_of_some_time):

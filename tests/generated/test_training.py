@@ -282,6 +282,7 @@ def test_a_model_that_trains_in_eager_mode_gets_its_kernels_and_is_compared_anew
     monkeypatch.setattr(comparison, "TIE_RATIO", 0.0)  # eager mode counts as faster
     monkeypatch.setitem(generated_kernels.DELAY_SECONDS, CLUSTERS, 1e9)
     monkeypatch.setattr(generated_kernels, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(comparison, "TRIAL_COST_SHARE", float("inf"))
     training = Training(config(generated={"enabled": "auto"}, compare_with_eager="auto"), Model(16))
     training(*ROWS * 10)
     assert training.report.comparison is not None, training.report.features[comparison.FEATURE]
