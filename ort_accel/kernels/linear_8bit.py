@@ -116,7 +116,7 @@ linear_8bit = own.linear_8bit.default
 """The layer's output while its model trains."""
 
 linear_8bit_mixed = own.linear_8bit_mixed.default
-"""The layer's output else, from an input quantized to 8 bits but for columns that reach the threshold."""
+"""The layer's output in evaluation. Its input is quantized to 8 bits, except for columns that reach the threshold."""
 
 linear_8bit_backward = own.linear_8bit_backward.default
 """The gradient of the layer's input."""

@@ -12,7 +12,7 @@ from ort_accel.passes.common import example_of, recompile
 from ort_accel.passes.options import PassOptions
 
 ASSIGNMENTS = {str(Tensor.set_), "aten.shallow_copy_data_"}
-"""What `weight.data = source` becomes; the second one from torch 2.14 on."""
+"""The targets that Dynamo captures `weight.data = source` as; the second one from torch 2.14 on."""
 WEIGHT = "Int8Params"
 """The class of such weights. The layer multiplies with the integers, whatever memory this parameter has."""
 

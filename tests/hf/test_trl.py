@@ -101,7 +101,7 @@ def trained(tmp_path):
     set_seed(0)
     wide_llama().save_pretrained(tmp_path / "model")
 
-    def train(build, *callbacks, quantized=None, **more):
+    def train(build, *callbacks, quantized=None, **common):
         set_seed(0)
         kind = {rewards: partial(LlamaForSequenceClassification.from_pretrained, num_labels=1)}
         options = {} if quantized is None else {"quantization_config": quantized, "device_map": {"": "cpu"}}
@@ -113,7 +113,7 @@ def trained(tmp_path):
         def args(kind, **more):
             return arguments(tmp_path, kind, bf16=False, gradient_checkpointing=False, **more)
 
-        trainer = build(args, model=model, processing_class=tokenizer(), callbacks=list(callbacks), **more)
+        trainer = build(args, model=model, processing_class=tokenizer(), callbacks=list(callbacks), **common)
         for parameter in trainer.model.parameters():
             if parameter.requires_grad:  # TRL makes adapters of quantized models bfloat16, whatever the model's type
                 parameter.data = parameter.data.float()
@@ -173,8 +173,9 @@ def test_adapters_train_as_in_eager_mode(build, weights, trained):
     for name, mine in ours.model.named_parameters():
         if mine.requires_grad:
             torch.testing.assert_close(mine, eager.model.get_parameter(name), rtol=1e-3, atol=1e-4)
-    operators = {name for segment in ort_accel.report(ours.model).segments for name in segment.ops}
-    assert {f"ort_accel.linear_{weights[0]}bit.default"} <= operators or QUANTIZED[weights] is None
+    if QUANTIZED[weights] is not None:
+        operators = {name for segment in ort_accel.report(ours.model).segments for name in segment.ops}
+        assert f"ort_accel.linear_{weights[0]}bit.default" in operators
     if build not in (packed, padding_free):
         assert is_captured_whole_without_padding(ours.model)
 

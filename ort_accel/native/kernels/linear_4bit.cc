@@ -98,7 +98,8 @@ void linear_4bit(const void* x, const uint8_t* codes, const float* largest, cons
   with_scales({largest, nested_codes, nested_table, nested_offset}, outer * inner / block,
               [&](const float* scales) {
                 const Weight4Bit weight{codes, scales, __builtin_ctzll(block), is_fp4 ? FP4 : NF4, element};
-                run_product<Weight4Bit>({{x, element}, weight, true, {bias, element}, {out, element}, rows, inner, outer, parts});
+                run_product<Weight4Bit>({{x, element}, weight, true, {bias, element}, {out, element}, rows, inner,
+                                         outer, parts});
               });
 }
 
@@ -110,8 +111,8 @@ void linear_4bit_backward(const void* grad, const uint8_t* codes, const float* l
   with_scales({largest, nested_codes, nested_table, nested_offset}, outer * inner / block,
               [&](const float* scales) {
                 const Weight4Bit weight{codes, scales, __builtin_ctzll(block), is_fp4 ? FP4 : NF4, weight_element};
-                run_product<Weight4Bit>({{grad, element}, weight, false, {nullptr, element}, {grad_x, element}, rows, outer, inner,
-                             parts});
+                run_product<Weight4Bit>({{grad, element}, weight, false, {nullptr, element}, {grad_x, element}, rows,
+                                         outer, inner, parts});
               });
 }
 

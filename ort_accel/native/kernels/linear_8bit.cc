@@ -32,7 +32,8 @@ void linear_8bit(const void* x, const int8_t* codes, const float* largest, int64
 void linear_8bit_backward(const void* grad, const int8_t* codes, const float* largest, int64_t rows, int64_t outer,
                           int64_t inner, int64_t element, int64_t parts, void* grad_x) {
   const Weight8Bit weight{codes, largest, inner, element};
-  run_product<Weight8Bit>({{grad, element}, weight, false, {nullptr, element}, {grad_x, element}, rows, outer, inner, parts});
+  run_product<Weight8Bit>({{grad, element}, weight, false, {nullptr, element}, {grad_x, element}, rows, outer, inner,
+                           parts});
 }
 
 ORT_ACCEL_KERNEL(linear_8bit);
