@@ -47,6 +47,8 @@ TIE_RATIO = 1.01
 """The engine goes on while its steps take at most this many times eager's."""
 CLEAR_RATIOS = {1: 2.5, 2: 1.5, 3: 1.25, 4: 1.08}
 """For a number of pairs, the factor that decides if every pair differs by more, in the same direction."""
+ENGINE_PAIRS = 2
+"""Pairs that the engine must have won: other load can lengthen one step, and a second eager one loses nothing."""
 LEAD_PAIRS = 4
 """Otherwise one of the two must have won this many pairs more than the other."""
 PAIRS_KEPT = 9
@@ -363,10 +365,9 @@ class Turns:
 def is_clear(ratios: Sequence[float]) -> bool:
     """True if pairs of steps show who is faster, or if more pairs would not show it either."""
     wins = sum(1 if ratio < 1 else -1 for ratio in ratios)
-    factor = min((CLEAR_RATIOS[count] for count in CLEAR_RATIOS if len(ratios) >= count), default=None)
-    if factor is not None and (min(ratios) > factor or max(ratios) < 1 / factor):
-        return True
-    return abs(wins) >= LEAD_PAIRS or len(ratios) >= MOST_PAIRS
+    factor = min(CLEAR_RATIOS[count] for count in CLEAR_RATIOS if len(ratios) >= count)
+    is_engine_clear = len(ratios) >= ENGINE_PAIRS and max(ratios) < 1 / factor
+    return min(ratios) > factor or is_engine_clear or abs(wins) >= LEAD_PAIRS or len(ratios) >= MOST_PAIRS
 
 
 def why_not(config: Config, sees_steps: bool) -> str:

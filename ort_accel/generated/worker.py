@@ -1,4 +1,4 @@
-"""The background process that compiles clusters and graphs: `python -m ort_accel.generated.worker FOLDER`.
+"""The background process that compiles clusters and graphs: `python -m ort_accel.generated.worker FOLDER PARENT`.
 
 It reads `request.json` in the folder, and writes `kernels.cpp`, `kernels.so` and at last `result.json`. Each cluster's
 kernel is compared with PyTorch's operators on random tensors, and timed beside them. A graph's kernels are not: the
@@ -12,7 +12,9 @@ import importlib
 import json
 import math
 import os
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +32,7 @@ from ort_accel.generated.description import Description
 REQUEST, RESULT, SOURCE = "request.json", "result.json", "kernels.cpp"
 
 NICENESS = 5
+PARENT_CHECK_SECONDS = 0.5
 OOM_SCORE = Path("/proc/self/oom_score_adj")
 TRIALS = 7
 MAX_BYTES = 1 << 30
@@ -74,9 +77,15 @@ class Outcome:
         return not self.error and self.generated_seconds < self.eager_seconds
 
 
-def main(folder: Path) -> None:
-    """Compile what a folder's request names."""
+def main(folder: Path, parent: int) -> None:
+    """Compile what a folder's request names, for the process with the id `parent`."""
     give_way()
+    threading.Thread(target=_end_with, args=(parent, folder), daemon=True).start()
+    compile_request(folder)
+
+
+def compile_request(folder: Path) -> None:
+    """Compile what a folder's request names."""
     content = json.loads((folder / REQUEST).read_text())
     torch.set_num_threads(content["threads"])
     for name in content["modules"]:  # they define operators
@@ -106,6 +115,14 @@ def main(folder: Path) -> None:
     write_aside(folder / RESULT, json.dumps({name: asdict(outcome) for name, outcome in outcomes.items()}).encode())
 
 
+def _end_with(parent: int, folder: Path) -> None:
+    """End when the training process has ended without an end of this one. It cannot remove the folder then."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_SECONDS)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
 def give_way() -> None:
     """Let training go first, for processor time and where the system must end a process for lack of memory."""
     os.nice(NICENESS)
@@ -117,24 +134,19 @@ def _library(folder: Path, texts: Mapping[str, str], outcomes: Mapping[str, Outc
     """Returns a library of all the C++ that the compiler accepts; None if it accepts nothing."""
     from ort_accel.generated.inductor import PREAMBLE, compile_library
 
-    def build(file: Path, names: Iterable[str]) -> Path:
+    def built(file: Path, names: Iterable[str]) -> ctypes.CDLL:
         file.write_text(PREAMBLE + "".join(map(texts.__getitem__, names)))
-        return compile_library(file)
+        return ctypes.CDLL(str(compile_library(file)))
 
-    accepted = list(texts)
-    try:
-        return ctypes.CDLL(str(build(folder / SOURCE, accepted))) if accepted else None
-    except Exception as error:
-        if len(accepted) == 1:
-            outcomes[accepted[0]].error = in_a_line(error)
-            return None
+    with suppress(Exception):
+        return built(folder / SOURCE, texts) if texts else None
     for name in texts:  # each alone, to find the one that the compiler refuses
         try:
-            build(folder / f"{name}.cpp", [name])
+            built(folder / f"{name}.cpp", [name])
         except Exception as error:
             outcomes[name].error = in_a_line(error)
-            accepted.remove(name)
-    return ctypes.CDLL(str(build(folder / SOURCE, accepted))) if accepted else None
+    accepted = [name for name in texts if not outcomes[name].error]
+    return built(folder / SOURCE, accepted) if accepted else None
 
 
 def _try_out(library: ctypes.CDLL, request: Request, described: Description, outcome: Outcome) -> None:
@@ -245,4 +257,4 @@ def _tensors(layouts: Sequence[Any]) -> list[torch.Tensor]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

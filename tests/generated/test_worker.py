@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -77,9 +78,7 @@ def run(folder: Path, requests: dict[str, Cluster]) -> dict[str, Outcome]:
     """Runs the background process's work in this process."""
     wishes = [asdict(Request(name, each.source, each.hints)) for name, each in requests.items()]
     (folder / REQUEST).write_text(json.dumps({"threads": torch.get_num_threads(), "modules": [], "parts": wishes}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "give_way", lambda: None)
-        worker.main(folder)
+    worker.compile_request(folder)
     return {name: Outcome(**item) for name, item in json.loads((folder / RESULT).read_text()).items()}
 
 
@@ -235,6 +234,33 @@ def test_random_tensors_are_of_the_types_and_orders_of_memory_that_are_asked_for
     assert all(each.unique().numel() > 1 for each in found)
     assert all(int(each.min()) >= 0 for each in found[2:]), "indices and divisors"
     assert (found[0] < 0).any()
+
+
+ENDLESS = """
+import os
+import sys
+import time
+from pathlib import Path
+from ort_accel.generated import worker
+worker.compile_request = lambda folder: print(os.getpid(), flush=True) or time.sleep(600)
+worker.main(Path(sys.argv[1]), os.getppid())
+"""
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+
+
+def test_it_ends_and_leaves_no_folder_when_the_training_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "request"
+    folder.mkdir()
+    (folder / "kernels.cpp").write_text("half of a file")
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, ENDLESS, str(folder)], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        process = psutil.Process(int(parent.stdout.readline()))
+        assert folder.exists()
+        parent.kill()
+        process.wait(60)
+    assert not folder.exists()
 
 
 GIVES_WAY = """
