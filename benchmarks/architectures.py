@@ -29,7 +29,8 @@ from ort_accel.cli.benchmark import machine
 from ort_accel.cli.benchmark.contenders import EAGER, INDUCTOR, ORT_ACCEL, distances, forget_gradients, step, trace
 from ort_accel.cli.benchmark.timing import in_turns
 from ort_accel.generated.takeover import RECORDS
-from ort_accel.reporting import KERNELS_AWAITED, KERNELS_READY, KERNELS_TRIED, Report
+from ort_accel.reporting.report import Report
+from ort_accel.reporting.timings import KERNELS_AWAITED, KERNELS_READY, KERNELS_TRIED
 
 WITHOUT = "ort_accel, without generated kernels"
 COMPILE_SECONDS, LIMIT_SECONDS = 400, 800

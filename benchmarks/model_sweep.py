@@ -39,7 +39,9 @@ from benchmarks.sweep_ways import WAYS, Way, difference, rough_difference
 from benchmarks.tiny_models import OTHERWISE, tiny
 from ort_accel.cli.quiet import quiet
 from ort_accel.config import load_config
-from ort_accel.reporting import Reason, Report, Runner
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.report import Report
+from ort_accel.reporting.segments import Runner
 from ort_accel.runtime.installed_ort import installed_runtime
 
 SKIPPING = ("density.labels", "density.padding", "compute.upstream")

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from ort_accel.compiler.backend import Backend
 from ort_accel.compiler.settings import resolve
 from ort_accel.config import load_config
-from ort_accel.reporting import Report, Runner
+from ort_accel.reporting.report import Report
+from ort_accel.reporting.segments import Runner
 
 SEED = 1234
 ROUNDING = 4

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.op_parity import SEED, Case, difference, operators, ort_backend
 from ort_accel.lowering import registry, torchlib_fallback
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 NEVER = {

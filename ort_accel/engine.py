@@ -24,7 +24,7 @@ from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.logs import LOG, configure
 from ort_accel.observe.report_file import ReportFile
 from ort_accel.observe.report_file import save_report as write_report
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 
 Model = TypeVar("Model", bound=nn.Module)
 

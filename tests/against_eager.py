@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import ort_accel
-from ort_accel.reporting import Fallback, Reason, Report
+from ort_accel.reporting.fallbacks import Fallback, Reason
+from ort_accel.reporting.report import Report
 
 RTOL, ATOL = 1e-4, 1e-5
 

@@ -11,7 +11,7 @@ import pytest
 HOUSE = Path(__file__).parent.parent / "ort_accel"
 
 FLOORS = [
-    {"errors", "files", "memory_records"},
+    {"errors", "files"},
     {"reporting"},
     {"config", "observe"},
     {"memory", "native"},

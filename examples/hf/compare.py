@@ -20,7 +20,8 @@ from transformers.utils import logging
 
 import ort_accel
 from ort_accel.observe.feature_table import render_hints, render_kernels
-from ort_accel.reporting import EAGER, ENGINE, Report
+from ort_accel.reporting.report import Report
+from ort_accel.reporting.timings import EAGER, ENGINE
 
 WARM_UP_STEPS = 2
 """The first step compiles, and the second may compile once more, for sizes that change."""

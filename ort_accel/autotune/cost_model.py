@@ -19,7 +19,8 @@ from ort_accel.operators.powers import is_long_power
 from ort_accel.partition.assign import Assignment, Refusal
 from ort_accel.partition.known_slow_ops import MIN_HANDOVER_ELEMENTS
 from ort_accel.partition.segments import readers_of
-from ort_accel.reporting import Reason, Runner
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.segments import Runner
 
 EQUAL_SHARE = 0.1
 """Times that differ by a smaller share count as equal: a busy machine is wrong by about as much."""

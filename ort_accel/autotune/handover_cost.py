@@ -12,7 +12,7 @@ from torch import fx
 from ort_accel.autotune.min_cut import Costs
 from ort_accel.autotune.timer import Runs, Seconds, Stopwatch
 from ort_accel.lowering.onnx_graph import OnnxGraph
-from ort_accel.reporting import Runner
+from ort_accel.reporting.segments import Runner
 from ort_accel.runtime.dlpack import to_ort
 from ort_accel.runtime.sessions import Sessions
 

@@ -18,7 +18,7 @@ from ort_accel.graph.nodes import fakes_in, op_name, output_nodes_of
 from ort_accel.graph.symbolic_sizes import hint, hinted_elements
 from ort_accel.partition.assign import Assignment
 from ort_accel.partition.segments import Body, body_of
-from ort_accel.reporting import Runner
+from ort_accel.reporting.segments import Runner
 from ort_accel.runtime.sessions import Sessions
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import ort_accel
 from ort_accel.files import write_aside
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 from ort_accel.runtime.device import ExecutionDevice
 from ort_accel.runtime.installed_ort import Flavor
 from ort_accel.runtime.session import SessionSettings

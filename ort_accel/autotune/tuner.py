@@ -24,7 +24,10 @@ from ort_accel.kernels.packed_rows import ROW_OPERATORS
 from ort_accel.lowering.registry import lowerings
 from ort_accel.partition.assign import Assignment, Refusal
 from ort_accel.partition.segments import readers_of
-from ort_accel.reporting import Race, Reason, Report, Runner
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.report import Report
+from ort_accel.reporting.segments import Runner
+from ort_accel.reporting.timings import Race
 from ort_accel.runtime.sessions import Sessions
 
 FEATURE = "compute.tuning.enabled"

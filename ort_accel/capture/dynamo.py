@@ -24,7 +24,8 @@ from torch.fx.experimental import _config as shape_settings
 from ort_accel.capture import autograd_replacements  # noqa: F401  patches Dynamo
 from ort_accel.capture.dynamo_patches import by_engine
 from ort_accel.errors import OrtAccelError
-from ort_accel.reporting import Reason, Report
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.report import Report
 
 RECOMPILE_LIMIT = 64
 """Compilations of one code object. Ordinary training exceeds Dynamo's limit of 8: with and without gradients, in

@@ -14,7 +14,8 @@ from ort_accel.cli.exits import errors_as_exit_code
 if TYPE_CHECKING:
     from torch import nn
 
-    from ort_accel.reporting import Report, Segment
+    from ort_accel.reporting.report import Report
+    from ort_accel.reporting.segments import Segment
 
 
 def explain(

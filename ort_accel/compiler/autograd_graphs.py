@@ -31,7 +31,7 @@ from ort_accel.passes.split_dropout import keep_unused_draws
 from ort_accel.recompute.backward_gradients import gradient_sources
 from ort_accel.recompute.planner import MemoryPlanner
 from ort_accel.recompute.split_joint_graph import GraphPair
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 
 CompiledGraph = Callable[..., Sequence[object]]
 """Takes the inputs of a captured graph, and returns its outputs."""

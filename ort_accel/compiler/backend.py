@@ -39,7 +39,7 @@ from ort_accel.observe.logs import configure
 from ort_accel.observe.progress import Progress
 from ort_accel.passes.pipeline import Stage, run_passes
 from ort_accel.recompute.planner import MemoryPlanner
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 from ort_accel.runtime.device import CPU
 from ort_accel.runtime.host_memory import host_memory
 

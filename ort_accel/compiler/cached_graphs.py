@@ -11,7 +11,7 @@ from ort_accel.compiler.row_dispatch import RowDispatch, RowSkippingPolicy, hint
 from ort_accel.compiler.settings import Settings
 from ort_accel.graph_cache.aot_results import has_records, results_can_be_kept
 from ort_accel.graph_cache.store import SUFFIX, CompilationRecord, GraphStore, StoredGraph, named_parts, shape_env
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 from ort_accel.runtime.signed_files import SignedFiles
 
 

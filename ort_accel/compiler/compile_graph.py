@@ -32,7 +32,9 @@ from ort_accel.partition.placement import Decision, by_rule, place, segments
 from ort_accel.partition.segments import Body, Cut, body_of
 from ort_accel.partition.split_at_gradients import Gradients, gradients_by_step
 from ort_accel.passes.pipeline import Stage, run_passes
-from ort_accel.reporting import Reason, Report, Runner, Segment
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.report import Report
+from ort_accel.reporting.segments import Runner, Segment
 from ort_accel.runtime.crash_journal import CrashedBefore
 from ort_accel.runtime.gradient_release import GradientRelease
 from ort_accel.runtime.weight_copies import WeightCopies

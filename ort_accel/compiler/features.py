@@ -17,7 +17,7 @@ from ort_accel.config.declaration import rows
 from ort_accel.errors import ConfigError, Problem
 from ort_accel.native.library import native_status
 from ort_accel.observe.logs import configure, say
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 
 UNSEEN = "no batch has been seen yet"
 """The reason why rows and logits are not left out before the first batch."""

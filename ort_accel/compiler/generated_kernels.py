@@ -11,7 +11,7 @@ from ort_accel.generated.builds import why_no_code
 from ort_accel.generated.takeover import FEATURE, Generator
 from ort_accel.generated.trial import CLUSTERS, PROGRAM
 from ort_accel.graph.nodes import is_operator
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 from ort_accel.runtime.sessions import Sessions
 
 ON_CUDA = "for the CPU; the model is on a CUDA device"

@@ -20,7 +20,7 @@ from ort_accel.generated.takeover import Generator
 from ort_accel.memory.low_memory_mode import TrimOnGrowth
 from ort_accel.partition.assign import NodeRules
 from ort_accel.passes.options import PassOptions
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 from ort_accel.runtime.crash_journal import CrashJournal
 from ort_accel.runtime.gradient_release import GradientRelease
 from ort_accel.runtime.model_cache import ModelCache, ModelKeys

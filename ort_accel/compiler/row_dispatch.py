@@ -15,7 +15,7 @@ from ort_accel.config import Config
 from ort_accel.config.values import Switch
 from ort_accel.eager.run_eager import eager_function
 from ort_accel.errors import OrtAccelError, first_line, in_a_line
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 from ort_accel.row_skipping.batch_row_tables import BatchTables
 from ort_accel.row_skipping.pipeline import NothingToSkip, Proposal, row_sets_by_feature
 from ort_accel.row_skipping.row_demand import SkippableRows

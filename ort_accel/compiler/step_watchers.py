@@ -9,7 +9,7 @@ from ort_accel.memory.step_peaks import StepMemoryWatch
 from ort_accel.observe.density import DensityInspector
 from ort_accel.observe.logs import speaks
 from ort_accel.observe.report_file import ReportFile
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 
 
 class CompilerMemory:

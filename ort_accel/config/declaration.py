@@ -9,7 +9,7 @@ from typing import get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ort_accel.reporting import Feature, State
+from ort_accel.reporting.report import Feature, State
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ort_accel.config.tree import shortened
-from ort_accel.memory_records import PlanKind
+from ort_accel.reporting.memory import PlanKind
 
 GRAMMAR = "a plan is cluster:type:count, such as BiasGelu+:1:-1"
 MAX_BYTES = 1 << 20

@@ -27,7 +27,8 @@ from ort_accel.graph_cache.store import GRAPHS_LOADED
 from ort_accel.memory.out_of_memory import is_out_of_memory
 from ort_accel.memory.process_memory import available_bytes
 from ort_accel.observe.logs import LOG, say
-from ort_accel.reporting import EAGER, ENGINE, KERNELS_READY, KERNELS_TRIED, Report, StepComparison
+from ort_accel.reporting.report import Report
+from ort_accel.reporting.timings import EAGER, ENGINE, KERNELS_READY, KERNELS_TRIED, StepComparison
 
 FEATURE = "engine.compare_with_eager"
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from ort_accel.config.values import Switch
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 
 FEATURE = "engine.compile_evaluation"
 COMPILE_SHARE = 0.5

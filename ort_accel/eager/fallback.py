@@ -7,7 +7,8 @@ from ort_accel.config import Config
 from ort_accel.errors import OrtAccelError, first_line
 from ort_accel.observe.headline import DETAILS
 from ort_accel.observe.logs import LOG
-from ort_accel.reporting import Fallback, Reason, Report
+from ort_accel.reporting.fallbacks import Fallback, Reason
+from ort_accel.reporting.report import Report
 
 SHOWN_KINDS = 3
 """The number of kinds of operators that a warning names."""

@@ -20,7 +20,7 @@ from ort_accel.graph.memory_layout import Order, reverse
 from ort_accel.graph.symbolic_sizes import SizeFunction
 from ort_accel.kernels import number_ops
 from ort_accel.partition.segments import Body
-from ort_accel.reporting import Runner, Segment
+from ort_accel.reporting.segments import Runner, Segment
 from ort_accel.runtime.dlpack import CachedOrtValue, OrtValue, sizes_to_ort, to_ort
 from ort_accel.runtime.sessions import Sessions
 

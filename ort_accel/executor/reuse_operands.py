@@ -16,7 +16,7 @@ from ort_accel.graph.symbolic_sizes import same_shape
 from ort_accel.kernels.output_buffers import out_overload
 from ort_accel.operators.facts import facts
 from ort_accel.passes.fuse_tied_embedding import add_embedding_gradient
-from ort_accel.reporting import Runner
+from ort_accel.reporting.segments import Runner
 
 
 def is_reusable(node: fx.Node, runner: Runner) -> bool:

@@ -15,7 +15,7 @@ from ort_accel.executor.program import Inputs, Outputs, Symbols
 from ort_accel.generated.builds import load_library
 from ort_accel.generated.description import KERNELS, Description, checked_name, kernel_name
 from ort_accel.generated.whole_graph import WholeGraph
-from ort_accel.reporting import Runner
+from ort_accel.reporting.segments import Runner
 
 C_TYPES: dict[str, type[ctypes.c_int64 | ctypes.c_double | ctypes.c_float]] = {
     "int64_t": ctypes.c_int64,

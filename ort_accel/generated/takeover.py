@@ -32,7 +32,8 @@ from ort_accel.generated.whole_graph import WholeGraph
 from ort_accel.generated.worker import Outcome
 from ort_accel.graph_cache.pickling import dumped, loaded
 from ort_accel.observe.logs import LOG
-from ort_accel.reporting import KERNELS_AWAITED, Report, State
+from ort_accel.reporting.report import Report, State
+from ort_accel.reporting.timings import KERNELS_AWAITED
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.signed_files import SignedFiles
 

@@ -23,7 +23,8 @@ from ort_accel.generated.whole_graph import WholeGraph, whole_graph
 from ort_accel.generated.worker import exact_difference
 from ort_accel.memory.process_memory import available_bytes
 from ort_accel.observe.logs import LOG
-from ort_accel.reporting import KERNELS_READY, KERNELS_TRIED, Race, Report
+from ort_accel.reporting.report import Report
+from ort_accel.reporting.timings import KERNELS_READY, KERNELS_TRIED, Race
 
 OPERATORS, CLUSTERS, PROGRAM = "operators", "generated kernels", "a program of Inductor"
 """The ways to run a segment: as it was compiled at first, with kernels for clusters, and all of it by Inductor. The

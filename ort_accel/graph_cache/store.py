@@ -20,7 +20,8 @@ from ort_accel.errors import in_a_line
 from ort_accel.graph_cache.fingerprint import graph_key
 from ort_accel.graph_cache.pickling import NotKeepable, dumped, loaded
 from ort_accel.observe.logs import LOG
-from ort_accel.reporting import Reason, Report
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.report import Report
 from ort_accel.runtime.signed_files import SignedFiles
 
 SUFFIX = "graph"

@@ -16,7 +16,7 @@ from ort_accel.config import Config
 from ort_accel.config.load import ConfigSource, load_config
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf.fused_head import write_out_heads
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 from ort_accel.zero3 import accelerate_partitioned, is_partitioned, zero_optimizer_in
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Sampler
 from ort_accel.config import Config
 from ort_accel.data import LoadBalancingDistributedSampler, balance_of
 from ort_accel.errors import OrtAccelError
-from ort_accel.reporting import LoadBalance, Report
+from ort_accel.reporting.batches import LoadBalance
+from ort_accel.reporting.report import Report
 
 if TYPE_CHECKING:
     from transformers import Trainer

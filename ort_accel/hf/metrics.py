@@ -12,7 +12,7 @@ import torch
 
 from ort_accel.memory.process_memory import peak_before_reset
 from ort_accel.observe.density import IGNORED, is_of_tokens
-from ort_accel.reporting import Report, State
+from ort_accel.reporting.report import Report, State
 from ort_accel.runtime.work_count import WORK
 
 

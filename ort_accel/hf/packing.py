@@ -21,7 +21,7 @@ from ort_accel.config import Config
 from ort_accel.data import PackedDataset, PackingCollator
 from ort_accel.errors import OrtAccelError, in_a_line
 from ort_accel.hf.load_balancing import lengths_of
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 from ort_accel.zero3 import is_partitioned
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 from ort_accel.memory.malloc_settings import trim_heap
 from ort_accel.memory.optimizer_states import optimizer_of, state_bytes
 from ort_accel.memory.process_memory import AllocationSampler, in_use, reset_high_water_mark, resident
-from ort_accel.memory_records import MeasuredPeak
 from ort_accel.observe.logs import rank
-from ort_accel.reporting import Report
+from ort_accel.reporting.memory import MeasuredPeak
+from ort_accel.reporting.report import Report
 
 FIRST_WITHOUT_COMPILING = 2
 """Before this step, the heap is trimmed. The step fills it again, and the next one is measured."""

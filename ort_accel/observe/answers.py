@@ -12,7 +12,8 @@ from ort_accel.observe.headline import percent
 from ort_accel.observe.hints import hints
 from ort_accel.observe.memory_plots import Data
 from ort_accel.observe.page import Content, Markup, joined, tag
-from ort_accel.reporting import EAGER, Kernels
+from ort_accel.reporting.segments import Kernels
+from ort_accel.reporting.timings import EAGER
 
 STEP_TIME, EAGER_STEP_TIME = "ort/step_time", "eager/step_time"
 MAX_HINTS = 3

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ort_accel.reporting import BatchingScheme
+from ort_accel.reporting.batches import BatchingScheme
 
 MEGABATCH = 50
 """The number of batches whose rows transformers' `group_by_length` sorts among each other."""

@@ -14,7 +14,8 @@ from torch import nn
 from ort_accel.observe.batching import SeenBatch, Work, schemes, waiting
 from ort_accel.observe.density_table import print_density
 from ort_accel.observe.logs import speaks
-from ort_accel.reporting import InputDensity, Inspection, Report
+from ort_accel.reporting.batches import InputDensity, Inspection
+from ort_accel.reporting.report import Report
 
 IGNORED = -100
 """The label that PyTorch's losses and transformers' collators ignore."""

@@ -10,7 +10,7 @@ from rich.text import Text
 from ort_accel.observe.axes import short
 from ort_accel.observe.feature_table import WIDTH_CHARACTERS
 from ort_accel.observe.text_tables import plain_text, text_table
-from ort_accel.reporting import InputDensity, Inspection
+from ort_accel.reporting.batches import InputDensity, Inspection
 
 HEADINGS = (
     *("STEP", "INPUT TYPE", "INPUT NAME", "PAD IDX", "DENSITY", "VALID TOKENS", "TOTAL TOKENS"),

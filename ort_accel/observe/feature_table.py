@@ -13,7 +13,10 @@ from ort_accel.observe.headline import percent, work_summary
 from ort_accel.observe.hints import hints
 from ort_accel.observe.memory_table import render_memory
 from ort_accel.observe.text_tables import plain_text, text_table
-from ort_accel.reporting import Fallback, Fallbacks, Feature, Race, Report, Runner, Segment, State
+from ort_accel.reporting.fallbacks import Fallback, Fallbacks
+from ort_accel.reporting.report import Feature, Report, State
+from ort_accel.reporting.segments import Runner, Segment
+from ort_accel.reporting.timings import Race
 
 WORDS = {State.APPLIED: "ON", State.REFUSED: "REFUSED", State.OFF: "OFF"}
 _STYLES = {State.APPLIED: "green", State.REFUSED: "yellow", State.OFF: "dim"}

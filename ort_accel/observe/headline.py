@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ort_accel.reporting import Reason, Report
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.report import Report
 
 DETAILS = "details: print(ort_accel.report(model))"
 _UNCAPTURED = (Reason.GRAPH_BREAK, Reason.NOT_COMPILED)

@@ -8,7 +8,9 @@ from functools import reduce
 from statistics import fmean
 
 from ort_accel.observe.memory_plots import Data
-from ort_accel.reporting import EAGER, Reason, State
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.report import State
+from ort_accel.reporting.timings import EAGER
 
 LONG_SET_UP_SECONDS = 3.0
 MANY_COMPILATIONS = 4

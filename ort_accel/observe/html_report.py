@@ -27,17 +27,10 @@ from ort_accel.observe.page import (
     table,
     tag,
 )
-from ort_accel.reporting import (
-    BatchingScheme,
-    Fallback,
-    Fallbacks,
-    InputDensity,
-    Inspection,
-    Reason,
-    Report,
-    Runner,
-    State,
-)
+from ort_accel.reporting.batches import BatchingScheme, InputDensity, Inspection
+from ort_accel.reporting.fallbacks import Fallback, Fallbacks, Reason
+from ort_accel.reporting.report import Report, State
+from ort_accel.reporting.segments import Runner
 
 _RUNNERS = {Runner.ORT.value: "ONNX Runtime", Runner.PYTORCH.value: "PyTorch", Runner.INDUCTOR.value: "Inductor"}
 _SERIES = {

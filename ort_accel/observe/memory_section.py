@@ -8,7 +8,7 @@ from ort_accel.observe.charts import bar_chart, line_chart, stacked_chart
 from ort_accel.observe.feature_table import WORDS
 from ort_accel.observe.memory_plots import MIB, Data, frontier_plot, predicted_graphs, step_plots
 from ort_accel.observe.page import Content, Markup, folded, joined, plots, table, tag
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 
 
 def memory_section(data: Data) -> Markup | None:

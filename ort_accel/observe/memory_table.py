@@ -8,9 +8,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ort_accel.memory_records import GraphMemory, MeasuredPeak, Peak, PlanKind, PlanRow
 from ort_accel.observe.text_tables import text_table
-from ort_accel.reporting import Report
+from ort_accel.reporting.memory import GraphMemory, MeasuredPeak, Peak, PlanKind, PlanRow
+from ort_accel.reporting.report import Report
 
 KINDS = {
     PlanKind.RECOMPUTE: "recompute",

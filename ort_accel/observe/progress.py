@@ -16,7 +16,8 @@ from rich.text import Text
 from ort_accel.observe.feature_table import print_feature_table
 from ort_accel.observe.headline import headline
 from ort_accel.observe.logs import LOG, say, speaks
-from ort_accel.reporting import Reason, Report
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.report import Report
 
 STATUS_DELAY_SECONDS = 2.0
 """The seconds of set-up after which a terminal shows its phase."""

@@ -13,7 +13,7 @@ from ort_accel.observe.html_report import html_report
 from ort_accel.observe.logs import LOG, rank
 from ort_accel.observe.memory_plots import Data
 from ort_accel.observe.memory_png import memory_png
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 
 KEY = "observe.report_file"
 _WRITERS: dict[str, Callable[[Data], bytes]] = {

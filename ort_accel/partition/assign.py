@@ -32,7 +32,8 @@ from ort_accel.lowering.onnx_graph import DTYPES, HALF_DTYPES, NotLowerable, Onn
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.operators.facts import facts
 from ort_accel.partition.known_slow_ops import slower
-from ort_accel.reporting import Reason, Runner
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.segments import Runner
 from ort_accel.runtime.crash_journal import CrashedBefore
 from ort_accel.runtime.sessions import Sessions
 

@@ -14,7 +14,7 @@ from ort_accel.graph.meta_keys import OUTLIVES_GRAPH, RUNS_AFTER
 from ort_accel.graph.nodes import is_random, output_bytes, writes
 from ort_accel.kernels.host_copies import is_host_copy
 from ort_accel.partition.segments import Cut, keeps_position, values_read
-from ort_accel.reporting import Runner
+from ort_accel.reporting.segments import Runner
 
 LARGE_BYTES = 1 << 20
 """Size from which on a value takes longer to compute than one more segment costs."""

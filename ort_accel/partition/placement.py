@@ -24,7 +24,8 @@ from ort_accel.partition.delay_large_values import delay_large_values
 from ort_accel.partition.known_slow_ops import MIN_HANDOVER_ELEMENTS
 from ort_accel.partition.segments import Cut, cut
 from ort_accel.partition.split_at_gradients import Gradients, split_at_gradients
-from ort_accel.reporting import Reason, Runner
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.segments import Runner
 
 Decision = Callable[[Assignment], Mapping[fx.Node, Refusal]]
 """Returns the nodes that PyTorch runs from now on, each with the reason."""

@@ -24,7 +24,7 @@ from ort_accel.graph.nodes import (
 )
 from ort_accel.kernels.host_copies import is_host_copy
 from ort_accel.partition.assign import Assignment
-from ort_accel.reporting import Runner
+from ort_accel.reporting.segments import Runner
 
 NEGLIGIBLE_BYTES = 1 << 16
 

@@ -14,7 +14,7 @@ from importlib import import_module
 from torch import fx
 
 from ort_accel.passes.options import PassOptions
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 
 PassFunction = Callable[[fx.Graph, PassOptions], int]
 

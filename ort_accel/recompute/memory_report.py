@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import sympy
 from torch import fx
 
-from ort_accel.memory_records import MemoryStage, PlanKind, PlanRow
 from ort_accel.recompute.joint_graph import producer
 from ort_accel.recompute.offload import OffloadCandidates, Offloaded
 from ort_accel.recompute.onnx_names import cluster_name
 from ort_accel.recompute.peak_memory import StageMemory, StepMemory
 from ort_accel.recompute.plans import PlanOption, PlanRequest, RecomputeSite
 from ort_accel.recompute.saved_values import SavedValue, total_bytes
+from ort_accel.reporting.memory import MemoryStage, PlanKind, PlanRow
 
 INPUTS, STATES, GRADIENTS = "parameters, buffers, inputs", "optimizer states", "gradients"
 SAVED, TEMPORARY = "kept for the backward", "temporaries"

@@ -27,7 +27,7 @@ from ort_accel.partition.split_at_gradients import Gradients
 from ort_accel.recompute.backward_gradients import gradient_sources
 from ort_accel.recompute.joint_graph import is_tensor, storage_owner, tensor_inputs
 from ort_accel.recompute.live_memory import WORKSPACE, LiveMemory, Moment
-from ort_accel.reporting import Runner
+from ort_accel.reporting.segments import Runner
 
 Cutter = Callable[[fx.GraphModule, Gradients], list[Cut]]
 """Returns the segments of a graph that releases these gradients early. It may change the graph."""

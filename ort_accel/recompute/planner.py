@@ -13,7 +13,6 @@ from torch import fx
 from ort_accel.config.plan_text import join_plans, read_plan_file
 from ort_accel.config.sections import Memory
 from ort_accel.graph.nodes import fakes_in
-from ort_accel.memory_records import GraphMemory, Peak, PlanKind
 from ort_accel.operators.facts import facts
 from ort_accel.recompute.budget import Candidate, FrontierPoint, MemoryPlan, Predict, fit_budget, frontier, limit_bytes
 from ort_accel.recompute.checkpoint_marks import Marks, take_marks
@@ -27,7 +26,8 @@ from ort_accel.recompute.plans import PlanOption, Probe, RecomputeSite, find_pla
 from ort_accel.recompute.saved_values import saved_values, total_bytes
 from ort_accel.recompute.split_joint_graph import GraphPair, copy_joint_graph, split_joint_graph
 from ort_accel.recompute.transformer_layers import Layers, find_layers, layer_indices
-from ort_accel.reporting import Report
+from ort_accel.reporting.memory import GraphMemory, Peak, PlanKind
+from ort_accel.reporting.report import Report
 
 aten = torch.ops.aten
 

@@ -14,7 +14,6 @@ from torch import fx
 from ort_accel.config.plan_text import Plan
 from ort_accel.errors import OrtAccelError
 from ort_accel.graph.nodes import is_view
-from ort_accel.memory_records import PlanKind
 from ort_accel.recompute.cost import node_ms
 from ort_accel.recompute.joint_graph import (
     is_unchanged_input,
@@ -26,6 +25,7 @@ from ort_accel.recompute.joint_graph import (
 from ort_accel.recompute.onnx_names import cluster_name, may_recompute
 from ort_accel.recompute.saved_values import SavedValue, saved_values, total_bytes
 from ort_accel.recompute.transformer_layers import Layers
+from ort_accel.reporting.memory import PlanKind
 
 aten = torch.ops.aten
 

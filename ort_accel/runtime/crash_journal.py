@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ort_accel.errors import OrtAccelError
 from ort_accel.observe.logs import LOG
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 from ort_accel.runtime.crash_page import RunningModel, is_safe_to_map, models_at_crash, orphaned_pages, page_in
 from ort_accel.runtime.lock_files import delete_files, is_orphaned, locked_file, machine
 from ort_accel.runtime.model_cache import ModelKeys

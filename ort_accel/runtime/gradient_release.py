@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ort_accel.errors import OrtAccelError
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 
 FEATURE = "memory.early_gradient_release"
 

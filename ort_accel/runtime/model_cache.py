@@ -17,7 +17,7 @@ from pathlib import Path
 import ort_accel
 from ort_accel.files import write_aside
 from ort_accel.observe.logs import LOG
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 
 FORMAT = b"ort_accel cache 1\n"
 CHECKSUM_BYTES = 32

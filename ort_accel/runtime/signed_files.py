@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ort_accel.files import write_aside
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 
 FORMAT = b"ort_accel signed 1\n"
 KEY_BYTES = 32

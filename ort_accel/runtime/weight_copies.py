@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ort_accel.config.values import Switch
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 
 FEATURE = "precision.cache_cast_weights"
 

@@ -17,7 +17,9 @@ from ort_accel.compiler.compile_graph import Lowering, lower_graph, predict_segm
 from ort_accel.lowering.onnx_graph import OnnxGraph
 from ort_accel.native.library import native_library
 from ort_accel.operators.powers import SHORT_EXPONENTS
-from ort_accel.reporting import Reason, Report, Runner
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.report import Report
+from ort_accel.reporting.segments import Runner
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 from tests.against_eager import assert_step_as_eager, pair

@@ -15,7 +15,7 @@ from ort_accel.autotune.throughput import KernelTimes, Machine, is_timed
 from ort_accel.autotune.time_matmuls import LARGE_FLOPS, MAX_TIMED_FLOPS, TimedMatmuls
 from ort_accel.compiler.compile_graph import Lowering, lower_graph
 from ort_accel.operators.flops import flops
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 from tests.against_eager import assert_step_as_eager, pair

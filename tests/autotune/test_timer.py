@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ort_accel.autotune.timer import ROUNDS, SavedTimings, Stopwatch
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 
 
 class Clock:

@@ -11,7 +11,9 @@ from ort_accel.autotune.node_kinds import Kind
 from ort_accel.autotune.timer import SavedTimings, Stopwatch
 from ort_accel.autotune.tuner import ALONE, FEATURE, UNMEASURED, Tuner
 from ort_accel.compiler.compile_graph import Lowering, lower_graph
-from ort_accel.reporting import Reason, Report, Runner, State
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.report import Report, State
+from ort_accel.reporting.segments import Runner
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 

@@ -11,7 +11,7 @@ from torch import nn
 import ort_accel
 from ort_accel.capture.dynamo import capturing
 from ort_accel.compiler.backend import FIXED_SIZES, registered
-from ort_accel.reporting import Reason
+from ort_accel.reporting.fallbacks import Reason
 from tests.against_eager import assert_same, assert_step_as_eager, compilations, pair, report, step
 
 

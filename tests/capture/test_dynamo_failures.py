@@ -14,7 +14,7 @@ import ort_accel
 from ort_accel.compiler import autograd_graphs
 from ort_accel.eager.fallback import FallbackError
 from ort_accel.recompute.planner import MemoryPlanner
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from tests.against_eager import assert_same, assert_step_as_eager, compilations, not_compiled, pair, report, step
 from tests.capture.language_model import Model, Nested, batch, engine
 

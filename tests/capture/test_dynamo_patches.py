@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import ort_accel
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from tests.against_eager import assert_step_as_eager, assert_two_graphs_each_way, compilations, pair, report
 from tests.pictures import placed, tokens
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import ort_accel
-from ort_accel.reporting import Reason
+from ort_accel.reporting.fallbacks import Reason
 
 
 class Attention(nn.Module):

@@ -14,7 +14,7 @@ from ort_accel.compiler.device_placement import device_of, place_for
 from ort_accel.compiler.settings import resolve, session_settings
 from ort_accel.config import load_config
 from ort_accel.errors import ConfigError, OrtAccelError
-from ort_accel.reporting import Report, State
+from ort_accel.reporting.report import Report, State
 from ort_accel.runtime import cuda
 from ort_accel.runtime.installed_ort import installed_runtime
 from tests.pretend_cuda import Stream

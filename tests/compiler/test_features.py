@@ -11,7 +11,7 @@ import ort_accel
 from ort_accel import ConfigError
 from ort_accel.config import Config
 from ort_accel.config.declaration import NO_ROW, declared, section_of
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PACKAGE = Path(ort_accel.__file__).parent

@@ -12,7 +12,7 @@ import ort_accel
 from ort_accel import engine
 from ort_accel.compiler.layer_by_layer import layers_of
 from ort_accel.config import load_config
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 
 CONFIG = load_config({"observe": {"log_level": "error"}})
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from ort_accel.runtime.lazy_tensor import LazyTensor
 from tests.against_eager import assert_same, compilations, pair, report, step
 from tests.capture.language_model import WIDTH, Model, batch, engine

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ort_accel
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from ort_accel.runtime.lazy_tensor import LazyTensor
 from tests.against_eager import assert_same, assert_step_as_eager, compilations, pair, report, step
 from tests.capture.language_model import VOCABULARY, Model, Output, batch, engine

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import ort_accel
 from ort_accel.compiler.row_dispatch import PER_TOKEN
 from ort_accel.errors import OrtAccelError
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from tests.against_eager import assert_same, assert_step_as_eager, compilations, pair, report, step
 from tests.capture.language_model import VOCABULARY, WIDTH, Model, Nested, Output, batch, engine, hidden
 

@@ -10,7 +10,7 @@ from ort_accel.config import Config, ConfigError, load_config
 from ort_accel.config.declaration import declared, rows, rules
 from ort_accel.config.load import load_config_text
 from ort_accel.config.sections import Memory
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 
 BROKEN = {
     "memory: {level: 1, plans: ['BiasGelu+:1:-1']}": "1:27: memory.plans: memory.level 1 decides alone",

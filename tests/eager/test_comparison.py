@@ -14,7 +14,7 @@ from ort_accel.config import load_config
 from ort_accel.eager import comparison
 from ort_accel.eager.comparison import Turns, is_clear, why_not
 from ort_accel.eager.step_clock import HostMoment
-from ort_accel.reporting import EAGER, KERNELS_READY, KERNELS_TRIED
+from ort_accel.reporting.timings import EAGER, KERNELS_READY, KERNELS_TRIED
 
 FEATURE = comparison.FEATURE
 

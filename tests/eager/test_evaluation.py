@@ -8,7 +8,7 @@ from torch import nn
 
 import ort_accel
 from ort_accel.eager import evaluation
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from tests.against_eager import compilations, report, step
 
 FEATURE = evaluation.FEATURE

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import ort_accel
 from ort_accel.compiler import backend
 from ort_accel.eager.held_outputs import HeldOutputs
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from ort_accel.runtime.lazy_tensor import LazyTensor
 from tests.against_eager import ATOL, RTOL, report
 from tests.capture.language_model import Model, Output, batch, engine

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ort_accel.capture import dynamo
 from ort_accel.config import load_config
 from ort_accel.engine import accelerate_layers
-from ort_accel.reporting import Reason
+from ort_accel.reporting.fallbacks import Reason
 from tests.against_eager import pair, report
 from tests.engine.changes import (
     Block,

@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from tests.against_eager import pair, report
 from tests.engine import changes
 from tests.engine.changes import (

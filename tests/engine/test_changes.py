@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ort_accel
-from ort_accel.reporting import Reason
+from ort_accel.reporting.fallbacks import Reason
 from tests.against_eager import assert_same, assert_step_as_eager, compilations, pair, report, step
 
 

@@ -10,7 +10,9 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import ort_accel
 from ort_accel.native.library import native_library
-from ort_accel.reporting import Reason, Runner, State
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.report import State
+from ort_accel.reporting.segments import Runner
 from tests.tiers import mostly_long
 
 pytest.importorskip("bitsandbytes")

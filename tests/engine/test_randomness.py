@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ort_accel.reporting import Reason
+from ort_accel.reporting.fallbacks import Reason
 from tests.against_eager import pair, report
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
 import ort_accel
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from tests.against_eager import assert_step_as_eager, pair
 from tests.tiers import mostly_long
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import ort_accel
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from tests.tiers import mostly_long
 
 KEY = "precision.cache_cast_weights"

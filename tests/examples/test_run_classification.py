@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from ort_accel.reporting import Kernels
+from ort_accel.reporting.segments import Kernels
 from tests.examples.figures import figures
 from tests.observe.pages import read
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import ort_accel
 from ort_accel.native.library import native_library
-from ort_accel.reporting import Runner
+from ort_accel.reporting.segments import Runner
 from tests.executor.one_session import Compiled
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native library was not built")

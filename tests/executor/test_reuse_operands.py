@@ -19,7 +19,7 @@ from ort_accel.executor.reuse_operands import reusable_operands
 from ort_accel.executor.torch_segment import PyTorchSegment
 from ort_accel.graph.nodes import is_view
 from ort_accel.partition.segments import Body
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 from tests.against_eager import assert_step_as_eager

@@ -12,7 +12,7 @@ from ort_accel.executor import build_model
 from ort_accel.lowering.registry import lowerings
 from ort_accel.native.library import native_library
 from ort_accel.partition import assign
-from ort_accel.reporting import Reason
+from ort_accel.reporting.fallbacks import Reason
 from ort_accel.runtime.session import Session
 from ort_accel.runtime.sessions import Sessions
 

@@ -16,7 +16,9 @@ from ort_accel.generated.takeover import COMPILING, FEATURE, Kept
 from ort_accel.generated.trial import CLUSTERS, NONE_FASTER, OPERATORS, PROGRAM, TRYING, Candidate, WatchedSegment
 from ort_accel.graph_cache.pickling import dumped, loaded
 from ort_accel.native.library import native_library
-from ort_accel.reporting import KERNELS_READY, KERNELS_TRIED, Runner, State
+from ort_accel.reporting.report import State
+from ort_accel.reporting.segments import Runner
+from ort_accel.reporting.timings import KERNELS_READY, KERNELS_TRIED
 from tests.generated.watched import MANY, PROGRAMS, Clock, Compiler, Watched, files, function, wait
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native library was not built")

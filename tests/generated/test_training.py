@@ -33,7 +33,8 @@ from ort_accel.generated.takeover import COMPILING, FEATURE, Generator
 from ort_accel.generated.trial import CLUSTERS, OPERATORS, PROGRAM
 from ort_accel.generated.worker import Outcome
 from ort_accel.native.library import native_library
-from ort_accel.reporting import EAGER, ENGINE, Report, State
+from ort_accel.reporting.report import Report, State
+from ort_accel.reporting.timings import EAGER, ENGINE
 from ort_accel.runtime import signed_files
 from ort_accel.runtime.sessions import Sessions
 from tests.against_eager import assert_same, pair, report, step

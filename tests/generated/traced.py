@@ -21,7 +21,7 @@ from ort_accel.graph.symbolic_sizes import SymbolSource
 from ort_accel.partition.assign import Assignment, Refusal
 from ort_accel.partition.placement import place
 from ort_accel.partition.segments import body_of
-from ort_accel.reporting import Reason
+from ort_accel.reporting.fallbacks import Reason
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 from tests.executor.one_session import OPSET, all_called

@@ -21,7 +21,7 @@ from ort_accel.generated.takeover import SUFFIX, Generator
 from ort_accel.generated.trial import CLUSTERS, OPERATORS, PROGRAM
 from ort_accel.generated.whole_graph import WholeGraph
 from ort_accel.generated.worker import Outcome
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 from tests.executor.one_session import OPSET

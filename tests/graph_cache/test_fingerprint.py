@@ -12,7 +12,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import ort_accel
 from ort_accel.graph_cache import fingerprint
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 from tests.against_eager import report
 
 PACKAGE = "small_package"

@@ -7,7 +7,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 import ort_accel
 from ort_accel import OrtAccelError
 from ort_accel.hf import ORTAccelCallback, ORTTrainer
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from ort_accel.subscribers.comparison import compare, first_divergence
 
 

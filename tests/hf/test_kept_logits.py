@@ -8,7 +8,7 @@ from transformers import Trainer, TrainerCallback, set_seed
 import ort_accel
 from ort_accel.eager.rerun import CallInputs
 from ort_accel.hf import ORTAccelCallback
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from tests.hf.tiny import arguments, llama, losses, texts, train
 from tests.tiers import mostly_long
 

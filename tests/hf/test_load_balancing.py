@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 import ort_accel
 from ort_accel import OrtAccelError
 from ort_accel.hf import ORTAccelCallback, ORTTrainer
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 
 SCRIPT = Path(__file__).with_name("load_balanced_run.py")
 BALANCED = {"distributed": {"load_balancing": {"enabled": True}}}

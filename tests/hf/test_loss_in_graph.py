@@ -12,7 +12,7 @@ from ort_accel.compiler.module_call import OutsideLoss
 from ort_accel.errors import OrtAccelError
 from ort_accel.hf import ORTTrainer
 from ort_accel.hf.loss_in_graph import SmoothedLoss
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from tests.hf.tiny import arguments, bert, llama, losses, reviews, texts, train
 
 KEY = "compute.loss_in_graph"

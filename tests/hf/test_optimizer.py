@@ -9,7 +9,7 @@ from ort_accel import OrtAccelError
 from ort_accel.config import load_config
 from ort_accel.hf import ORTAccelCallback, ORTSeq2SeqTrainingArguments, ORTTrainer, ORTTrainingArguments
 from ort_accel.optim import AdamWMode, FusedAdam, MasterWeightOptimizer, build_optimizer
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from tests.tiers import mostly_long
 
 OFF = {"engine": {"enabled": False}}

@@ -26,7 +26,7 @@ from ort_accel.eager import comparison
 from ort_accel.hf import ORTAccelCallback, ORTTrainer
 from ort_accel.hf.metrics import StepMetrics
 from ort_accel.hf.packing import why_not_packed
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from tests.hf.tiny import arguments, llama, losses, reviews
 from tests.hf.words import tokenizer
 from tests.tiers import mostly_long

@@ -15,7 +15,7 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM, LlamaForSequenceC
 import ort_accel
 from ort_accel.hf import ORTAccelCallback, fused_head
 from ort_accel.hf.fused_head import _log_probs, write_out_heads
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from tests.hf.tiny import arguments, llama, losses
 from tests.hf.words import tokenizer
 from tests.tiers import mostly_long

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ort_accel.reporting import Reason
+from ort_accel.reporting.fallbacks import Reason
 from tests.lowering.through_ort import Lowered, assert_like_eager
 
 PICTURES = torch.arange(2 * 4 * 9 * 8, dtype=torch.float32).view(2, 4, 9, 8).sin()

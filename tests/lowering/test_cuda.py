@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ort_accel.partition.assign import NodeRules
 from ort_accel.passes.options import PassOptions
 from ort_accel.passes.split_dropout import split_dropout
-from ort_accel.reporting import Reason
+from ort_accel.reporting.fallbacks import Reason
 from ort_accel.runtime import cuda
 from ort_accel.runtime.device import ExecutionDevice
 from ort_accel.runtime.session import SessionSettings

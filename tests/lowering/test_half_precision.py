@@ -10,7 +10,8 @@ from torch import nn
 
 import ort_accel
 from benchmarks.op_parity import Verdict, check, full_name, operators, ort_backend
-from ort_accel.reporting import Reason, Report
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.report import Report
 from tests.lowering.through_ort import Lowered
 
 HALVES = [torch.float16, torch.bfloat16]

@@ -10,7 +10,7 @@ from torch import nn
 import ort_accel
 from ort_accel.memory import process_memory, step_peaks
 from ort_accel.memory.step_peaks import StepMemoryWatch
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 
 BATCHED_BYTES = 1 << 20
 """Linux counts pages of the resident set in batches, and /proc may be behind by one of each processor or thread."""

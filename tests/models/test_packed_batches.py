@@ -22,7 +22,7 @@ import ort_accel
 from ort_accel.data import PackingCollator
 from ort_accel.kernels import attention_native
 from ort_accel.native.library import native_library
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from tests.against_eager import ATOL, RTOL, compilations
 from tests.tiers import mostly_long
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from ort_accel.reporting import Reason, Runner
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.segments import Runner
 from tests.against_eager import assert_step_as_eager, compilations, pair, report, step
 from tests.models.zoo import FAMILIES, Family
 from tests.tiers import mostly_long

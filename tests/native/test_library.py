@@ -21,7 +21,7 @@ from ort_accel.cli.main import app
 from ort_accel.compiler import features
 from ort_accel.native import library
 from ort_accel.native.library import INSTRUCTION_SETS, LIBRARY_FILE, NativeStatus, kernel, native_library, native_status
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 
 needs_library = pytest.mark.skipif(native_library() is None, reason=f"the native library is {native_status()}")
 GONE = NativeStatus(missing="it was not built when ort_accel was installed; build it with `make native`")

@@ -8,7 +8,7 @@ import ort_accel
 from ort_accel.observe.density import DensityInspector, count_inputs, work_of
 from ort_accel.observe.density_table import density_table
 from ort_accel.observe.html_report import html_report
-from ort_accel.reporting import Report, State
+from ort_accel.reporting.report import Report, State
 from tests.hf.tiny import bert, llama, t5
 from tests.observe.pages import read, table_with
 

@@ -7,7 +7,10 @@ from rich.console import Console
 
 from ort_accel.observe.feature_table import fallback_table, feature_table, render
 from ort_accel.observe.headline import headline, percent, work_summary
-from ort_accel.reporting import EAGER, ENGINE, Race, Reason, Report, Runner, Segment, StepComparison
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.report import Report
+from ort_accel.reporting.segments import Runner, Segment
+from ort_accel.reporting.timings import EAGER, ENGINE, Race, StepComparison
 
 
 def report(**fallbacks):

@@ -5,9 +5,12 @@ from collections.abc import Callable
 import pytest
 
 from ort_accel.config import Config, load_config
-from ort_accel.memory_records import GraphMemory
 from ort_accel.observe.hints import RULES, Hint, hints
-from ort_accel.reporting import EAGER, ENGINE, BatchingScheme, Inspection, Reason, Report, StepComparison
+from ort_accel.reporting.batches import BatchingScheme, Inspection
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.memory import GraphMemory
+from ort_accel.reporting.report import Report
+from ort_accel.reporting.timings import EAGER, ENGINE, StepComparison
 
 
 def found(change: Callable[[Report], object] = lambda report: None, **sections: object) -> list[Hint]:

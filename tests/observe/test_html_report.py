@@ -6,23 +6,15 @@ from itertools import pairwise
 import pytest
 
 from ort_accel.config import Config
-from ort_accel.memory_records import MeasuredPeak
 from ort_accel.observe.answers import MAX_HINTS
 from ort_accel.observe.html_report import SECTIONS, html_report, notebook_report
-from ort_accel.reporting import (
-    EAGER,
-    ENGINE,
-    BatchingScheme,
-    InputDensity,
-    Inspection,
-    LoadBalance,
-    Reason,
-    Report,
-    Runner,
-    Segment,
-    Series,
-    StepComparison,
-)
+from ort_accel.reporting.batches import BatchingScheme, InputDensity, Inspection, LoadBalance
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.memory import MeasuredPeak
+from ort_accel.reporting.report import Report
+from ort_accel.reporting.segments import Runner, Segment
+from ort_accel.reporting.series import Series
+from ort_accel.reporting.timings import EAGER, ENGINE, StepComparison
 from tests.observe.pages import read, table_with
 
 QUESTIONS = ["Did it help?", "What ran where?", "What can be better?"]

@@ -5,9 +5,9 @@ import sys
 import pytest
 
 from ort_accel.errors import OrtAccelError
-from ort_accel.memory_records import GraphMemory, MeasuredPeak, MemoryStage, Peak
 from ort_accel.observe.report_file import save_report
-from ort_accel.reporting import Report
+from ort_accel.reporting.memory import GraphMemory, MeasuredPeak, MemoryStage, Peak
+from ort_accel.reporting.report import Report
 
 
 def predicted():

@@ -13,7 +13,7 @@ from html import escape, unescape
 import pytest
 
 from ort_accel.observe.html_report import html_report
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 from tests.observe.test_html_report import MEMORY, QUESTIONS, RACES, measured_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

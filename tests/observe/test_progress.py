@@ -17,7 +17,8 @@ from ort_accel.executor.ort_segment import OrtSegment
 from ort_accel.observe import progress
 from ort_accel.observe.headline import headline
 from ort_accel.observe.progress import Progress
-from ort_accel.reporting import Reason, Report
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.report import Report
 
 LINE = "100 % of the work on ONNX Runtime"
 HEADINGS = "run by ONNX Runtime"

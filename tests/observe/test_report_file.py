@@ -14,7 +14,7 @@ from torch import nn
 import ort_accel
 from ort_accel import OrtAccelError
 from ort_accel.observe.report_file import ReportFile, save_report
-from ort_accel.reporting import Report, State
+from ort_accel.reporting.report import Report, State
 from tests.observe.pages import read
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ import ort_accel
 from ort_accel.errors import OptimizerError
 from ort_accel.hf import ORTTrainer, ORTTrainingArguments
 from ort_accel.optim import FP16_Optimizer
-from ort_accel.reporting import Reason
+from ort_accel.reporting.fallbacks import Reason
 from ort_accel.run import end
 
 CHECKS = ("has_overflow_partitioned_grads_serial", "get_grad_norm_direct")

@@ -10,12 +10,12 @@ import torch
 import ort_accel
 from ort_accel.cli.benchmark.workload import Workload, batch_of, build
 from ort_accel.graph.meta_keys import OUTLIVES_GRAPH, RUNS_AFTER
-from ort_accel.memory_records import GraphMemory
 from ort_accel.partition import delay_large_values
 from ort_accel.partition.assign import Refusal
 from ort_accel.partition.placement import by_rule, place
 from ort_accel.partition.segments import cut
-from ort_accel.reporting import Reason
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.memory import GraphMemory
 from tests.partition.test_segments import graph_of
 from tests.recompute.models import ALIKE, ALL_ROWS, NAMES, assert_same_bits, one_step, plain, recorded
 from tests.tiers import mostly_long

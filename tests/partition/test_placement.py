@@ -8,7 +8,8 @@ from ort_accel.partition.assign import Refusal
 from ort_accel.partition.known_slow_ops import MIN_HANDOVER_ELEMENTS
 from ort_accel.partition.placement import by_rule, merge_small_segments, place
 from ort_accel.partition.segments import Cut, cut
-from ort_accel.reporting import Reason, Runner
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.segments import Runner
 from tests.partition.test_segments import assign, graph_of, only
 
 aten = torch.ops.aten

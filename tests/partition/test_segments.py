@@ -12,7 +12,8 @@ from ort_accel.kernels import bit_mask  # noqa: F401 -- the operators that a tes
 from ort_accel.partition.assign import Refusal
 from ort_accel.partition.placement import by_rule, place
 from ort_accel.partition.segments import body_of, cut
-from ort_accel.reporting import Reason, Runner
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.segments import Runner
 
 aten = torch.ops.aten
 

@@ -27,7 +27,7 @@ from transformers import (
 
 import ort_accel
 from ort_accel.kernels import linear_cross_entropy as operator
-from ort_accel.reporting import Runner
+from ort_accel.reporting.segments import Runner
 from tests.against_eager import BETWEEN_SESSIONS, assert_same, step
 from tests.forked import asked
 from tests.tiers import mostly_long

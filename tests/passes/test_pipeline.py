@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ort_accel import passes
 from ort_accel.passes.options import PassOptions
 from ort_accel.passes.pipeline import PASSES, Pass, Stage, run_passes
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 
 NO_PASS = {"__init__", "common", "options", "pipeline"}
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import ort_accel
 from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
-from ort_accel.memory_records import GraphMemory
+from ort_accel.reporting.memory import GraphMemory
 from tests.against_eager import Trace, step
 
 NAMES = ("bert", "gpt2", "llama", "t5")

@@ -18,7 +18,6 @@ import ort_accel
 from ort_accel.compiler import settings
 from ort_accel.errors import OrtAccelError
 from ort_accel.kernels import host_copies
-from ort_accel.memory_records import PlanKind
 from ort_accel.observe.memory_table import render_memory
 from ort_accel.recompute import offload, offload_schedule, planner
 from ort_accel.recompute.budget import MemoryPlan, frontier
@@ -34,6 +33,7 @@ from ort_accel.recompute.offload_schedule import (
 from ort_accel.recompute.peak_memory import StepMemory
 from ort_accel.recompute.plans import RecomputeSite
 from ort_accel.recompute.saved_values import SavedValue
+from ort_accel.reporting.memory import PlanKind
 from ort_accel.runtime import device
 from ort_accel.runtime.host_memory import HostMemory
 from tests.against_eager import assert_same, compilations, step

@@ -9,7 +9,7 @@ import torch
 
 import ort_accel
 from ort_accel.cli.benchmark.workload import Workload, batch_of, build
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 from tests.against_eager import assert_step_as_eager, step
 from tests.recompute.models import ALIKE, assert_same_bits, recorded
 from tests.tiers import mostly_long

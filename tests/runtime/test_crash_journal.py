@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import ort_accel
-from ort_accel.reporting import Reason, Report
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.report import Report
 from ort_accel.runtime import crash_journal
 from ort_accel.runtime.crash_journal import CrashedBefore, CrashJournal
 from ort_accel.runtime.crash_page import detach_pages

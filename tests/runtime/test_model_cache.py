@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ort_accel
-from ort_accel.reporting import Report, State
+from ort_accel.reporting.report import Report, State
 from ort_accel.runtime import model_cache as cache_module
 from ort_accel.runtime.model_cache import ModelCache, ModelKeys
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from ort_accel.reporting import Report
+from ort_accel.reporting.report import Report
 from ort_accel.runtime import signed_files
 from ort_accel.runtime.signed_files import SignedFiles, UntrustedKeyError, user_key
 

@@ -18,7 +18,8 @@ from ort_accel.cli.benchmark.machine import Facts
 from ort_accel.cli.benchmark.timing import Ratio, Times, compare, in_turns, summary
 from ort_accel.cli.benchmark.workload import Workload, batch_of, build
 from ort_accel.config import Config
-from ort_accel.reporting import Report, Runner
+from ort_accel.reporting.report import Report
+from ort_accel.reporting.segments import Runner
 
 
 @dataclass

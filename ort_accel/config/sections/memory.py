@@ -10,7 +10,7 @@ from pydantic import Field
 from ort_accel.config.declaration import NO_ROW, Constraint, Row, conflict, cuda_only
 from ort_accel.config.plan_text import PlanError, read_plan_file
 from ort_accel.config.values import EXACT, Budget, FilePath, Plans, Section, Switch
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 
 _PROBE = "1:0"
 _FOLLOWS_NO_PLANS = "memory.level {1} decides alone and follows no plans; write level 0, or remove the "

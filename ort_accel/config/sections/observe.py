@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ort_accel.config.declaration import NO_ROW, Constraint, Row, conflict
 from ort_accel.config.values import FilePath, Section
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 
 ReportPath = Annotated[FilePath, Field(json_schema_extra={"pattern": r"\.(json|html)$"})]
 """A file of a kind that reports are written in. `_unknown_kind` refuses others, with a way out."""

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ort_accel.config.declaration import NO_ROW, Row, conflict
 from ort_accel.config.values import Section, Switch
-from ort_accel.reporting import State
+from ort_accel.reporting.report import State
 
 
 class Fp16(Section):

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Protocol, TypeAlias
 
-from ort_accel.memory_records import GraphMemory, MeasuredPeak
+from ort_accel.reporting.batches import Inspection, LoadBalance
+from ort_accel.reporting.fallbacks import Fallback, Fallbacks, Reason
+from ort_accel.reporting.memory import GraphMemory, MeasuredPeak
+from ort_accel.reporting.segments import COVERAGE, Kernels, Runner, Segment
+from ort_accel.reporting.series import Series
+from ort_accel.reporting.timings import Race, StepComparison
 
 
 class State(StrEnum):
@@ -19,80 +24,6 @@ class State(StrEnum):
     APPLIED = "applied"
     REFUSED = "refused"
     OFF = "off"
-
-
-class Reason(StrEnum):
-    """The reason why PyTorch runs an operator."""
-
-    UNSUPPORTED_OP = "unsupported operator"
-    UNSUPPORTED_DTYPE = "unsupported dtype"
-    DATA_DEPENDENT = "data-dependent shape"
-    CHECK = "checks what a tensor holds"
-    RANDOM = "random"
-    ATTENTION = "attention"
-    ONE_STEP = "many operators in one step"
-    SLOWER = "slower by measurement"
-    SLOWER_ELSEWHERE = "slower by measurements on other machines"
-    SMALL = "too small to be worth a crossing"
-    NEIGHBOUR = "next to what PyTorch runs faster"
-    MUTATION = "changes its input"
-    GRAPH_BREAK = "not captured"
-    NOT_COMPILED = "failed to compile"
-    WISH = "asked for in the configuration"
-    FAILED = "failed in ONNX Runtime"
-    ELSEWHERE = "on another device"
-    ENDED_RUNS = "ended earlier runs in ONNX Runtime"
-
-    @property
-    def is_choice(self) -> bool:
-        """True if PyTorch runs the operator by choice, False if ONNX Runtime cannot."""
-        return self in CHOICES
-
-
-CHOICES = {
-    Reason.CHECK,
-    Reason.RANDOM,
-    Reason.ATTENTION,
-    Reason.ONE_STEP,
-    Reason.SLOWER,
-    Reason.SLOWER_ELSEWHERE,
-    Reason.SMALL,
-    Reason.NEIGHBOUR,
-    Reason.WISH,
-    Reason.ELSEWHERE,
-}
-
-
-COVERAGE = (
-    "sessions",
-    "nodes",
-    "nodes_in_onnxruntime",
-    "nodes_by_ort_accel_in_onnxruntime",
-    "nodes_by_pytorch_in_onnxruntime",
-    "flops",
-    "flops_in_onnxruntime",
-    "flops_by_pytorch_in_onnxruntime",
-)
-"""The numbers of `Report.coverage`. Kernels of ort_accel and of PyTorch that a session calls count as in ONNX Runtime,
-and apart."""
-
-
-class Runner(StrEnum):
-    """The runtime that runs a segment."""
-
-    ORT = "onnxruntime"
-    PYTORCH = "pytorch"
-    INDUCTOR = "inductor"
-    """A program that PyTorch's Inductor has written for the whole segment."""
-
-
-class Kernels(StrEnum):
-    """The kernels that compute a node, and the side that calls them."""
-
-    ORT = "ONNX Runtime's kernels"
-    NATIVE = "ort_accel's native kernels"
-    CALLED = "PyTorch's kernels, called by ONNX Runtime"
-    OUTSIDE = "PyTorch, outside of ONNX Runtime"
 
 
 @dataclass(frozen=True)
@@ -105,228 +36,6 @@ class Feature:
     effect: str = ""
 
 
-@dataclass
-class Segment:
-    """A run of neighbouring nodes that one runner executes."""
-
-    graph: str
-    """The name of its graph, such as `forward 0`."""
-    runner: Runner
-    """The last runner: PyTorch, too, where ONNX Runtime failed."""
-    ops: dict[str, int]
-    """The number of nodes of each operator."""
-    flops: float = 0.0
-    """Floating point operations of its matrix products and convolutions, at the sizes it was compiled with."""
-    called_nodes: int = 0
-    """The nodes of a session that are calls of PyTorch's kernels."""
-    called_flops: float = 0.0
-    own_nodes: int = 0
-    """The nodes of a session that are calls of ort_accel's kernels."""
-    own_flops: float = 0.0
-
-    @property
-    def nodes(self) -> int:
-        """Returns the number of nodes."""
-        return sum(self.ops.values())
-
-    def coverage(self) -> tuple[float, ...]:
-        """Returns what it adds to the numbers of `Report.coverage`."""
-        share = self.runner is Runner.ORT  # 1 or 0
-        nodes = self.nodes, share * self.nodes, share * self.own_nodes, share * self.called_nodes
-        return share, *nodes, self.flops, share * self.flops, share * self.called_flops
-
-    def work(self) -> dict[Kernels, tuple[int, float]]:
-        """Returns the nodes and the FLOPs of each side's kernels."""
-        if self.runner is not Runner.ORT:
-            return {Kernels.OUTSIDE: (self.nodes, self.flops)}
-        native, called = (self.own_nodes, self.own_flops), (self.called_nodes, self.called_flops)
-        rest = self.nodes - native[0] - called[0], self.flops - native[1] - called[1]
-        return {Kernels.ORT: rest, Kernels.NATIVE: native, Kernels.CALLED: called}
-
-
-_FallbackKind: TypeAlias = tuple[str, Reason, str, bool]
-"""The operator, reason and detail of a fallback, and whether a session calls it."""
-
-
-@dataclass(frozen=True)
-class Fallback:
-    """An operator that PyTorch's kernel computes, the reason, and the number of nodes."""
-
-    op: str
-    reason: Reason
-    count: int
-    detail: str = ""
-    where: str = field(default="", compare=False)
-    """The first line of the model's code that uses the operator."""
-    is_called: bool = False
-    """True if a session of ONNX Runtime calls PyTorch's kernel. The graph is not cut there."""
-
-    @property
-    def is_forced(self) -> bool:
-        """True if the node runs outside ONNX Runtime's sessions because ONNX Runtime cannot run it."""
-        return not self.is_called and not self.reason.is_choice
-
-
-class Fallbacks(list[Fallback]):
-    """A list of fallbacks that shows itself as a table: as text, and in a notebook."""
-
-    as_table: ClassVar[Callable[[Sequence[Fallback]], str]] = list.__repr__
-    as_html: ClassVar[Callable[[Sequence[Fallback]], str]] = list.__repr__
-    """The renderers; `observe` sets them, since this room is below it."""
-
-    def __repr__(self) -> str:
-        return type(self).as_table(self)
-
-    def _repr_html_(self) -> str:
-        return type(self).as_html(self)
-
-
-@dataclass(frozen=True)
-class Point:
-    """A figure of one step, or of several consecutive steps."""
-
-    step: int
-    """The first step."""
-    count: int
-    """The number of steps."""
-    mean: float
-    low: float
-    high: float
-
-
-class Series:
-    """A figure over the steps of a training. In a long series each point stands for several steps."""
-
-    MAX_POINTS = 512
-    """The most points that are kept. Beyond it, neighbours are joined."""
-
-    def __init__(self) -> None:
-        self.points: list[Point] = []
-        self._steps_per_point = 1
-
-    def add(self, step: int, value: float) -> None:
-        """Add the figure of the next step."""
-        point = Point(step, 1, value, value, value)
-        if self.points and self.points[-1].count < self._steps_per_point:
-            point = _joined(self.points.pop(), point)
-        self.points.append(point)
-        if len(self.points) > self.MAX_POINTS:
-            self._steps_per_point *= 2
-            halves = self.points[::2], self.points[1::2]
-            last = self.points[-1:] if len(self.points) % 2 else []
-            self.points = [_joined(one, other) for one, other in zip(*halves, strict=False)] + last
-
-
-def _joined(one: Point, other: Point) -> Point:
-    count = one.count + other.count
-    mean = (one.mean * one.count + other.mean * other.count) / count
-    return Point(one.step, count, mean, min(one.low, other.low), max(one.high, other.high))
-
-
-@dataclass(frozen=True)
-class LoadBalance:
-    """The work of each process in the steps of an epoch: a row for each step, a number for each process."""
-
-    before: list[list[float]]
-    """The work without balancing."""
-    after: list[list[float]]
-    every: int
-    """The distance between two steps that are kept here."""
-    waiting_before: float
-    """The share of all processes' time spent waiting for the slowest process, over all steps."""
-    waiting_after: float
-
-
-@dataclass(frozen=True)
-class InputDensity:
-    """The valid share of one input of one batch."""
-
-    step: int
-    kind: str
-    """EMBED for tokens, LABEL for labels."""
-    name: str
-    pad: int | None
-    """The value at positions that do not count, if known."""
-    valid: int
-    total: int
-    rows: tuple[int, ...]
-    """The number of valid tokens in each row."""
-
-    @property
-    def density(self) -> float:
-        """Returns the valid share."""
-        return self.valid / self.total
-
-
-@dataclass(frozen=True)
-class BatchingScheme:
-    """A batching scheme, and the FLOPs that it spends on all inspected batches."""
-
-    name: str
-    flops: float
-    """Estimated FLOPs of forward and backward."""
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """The density of inspected batches, and the FLOPs of other batching schemes."""
-
-    rows: list[InputDensity]
-    """The inputs of the batches since the previous table."""
-    batches: int
-    """The number of batches behind the other figures."""
-    ways: list[BatchingScheme]
-    """The schemes, dense first; the last one computes valid tokens only."""
-    processes: int
-    waiting: tuple[float, float] | None
-    """The shares of time that the processes would wait for the slowest, without and with load balancing."""
-
-
-@dataclass(frozen=True)
-class Race:
-    """Alternatives that were timed against each other, and the chosen one."""
-
-    graph: str
-    subject: str
-    count: int
-    """The number of nodes that the choice holds for."""
-    seconds: dict[str, float]
-    chosen: str
-
-
-KERNELS_AWAITED = "segments that wait for generated code"
-KERNELS_READY, KERNELS_TRIED = "segments with generated code", "segments whose generated code was tried"
-"""Counters. While the second is greater than the third, segments run with and without generated code in turn. A segment
-counts once for each kind of code."""
-
-ENGINE, EAGER = "ort_accel", "eager PyTorch"
-"""The runners of a whole training step."""
-
-
-@dataclass(frozen=True)
-class StepComparison:
-    """The last comparison of the engine's training steps with eager PyTorch's."""
-
-    runner: str
-    """The runner of the steps that follow: `ort_accel` or `eager PyTorch`."""
-    ratio: float
-    """The time of the engine's step as a multiple of eager PyTorch's; the median of the last pairs."""
-    pairs: int
-    """The number of pairs of steps compared since the training began."""
-    step: int
-    """The training step of the last comparison."""
-    eager_seconds: float = 0.0
-    """The time of forward and backward in eager PyTorch, the median of the compared steps; 0 if it is not known."""
-
-    @property
-    def is_on_engine(self) -> bool:
-        return self.runner == ENGINE
-
-    def __str__(self) -> str:
-        took = f"a training step takes {self.ratio:.2f} times as long on the engine as in eager PyTorch"
-        return f"{took} ({self.pairs} pairs of steps, the last at step {self.step}); {self.runner} runs the next ones"
-
-
 class Watcher(Protocol):
     """A listener that is told when phases of start-up work begin and end."""
 
@@ -335,6 +44,10 @@ class Watcher(Protocol):
 
     def end(self) -> None:
         """The innermost phase ends."""
+
+
+_FallbackKind: TypeAlias = tuple[str, Reason, str, bool]
+"""The operator, reason and detail of a fallback, and whether a session calls it."""
 
 
 @dataclass(repr=False)

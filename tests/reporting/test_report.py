@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from ort_accel.reporting import Fallback, Reason, Report, Runner, Segment, Series, State
+from ort_accel.reporting.fallbacks import Fallback, Reason
+from ort_accel.reporting.report import Report, State
+from ort_accel.reporting.segments import Runner, Segment
+from ort_accel.reporting.series import Series
 
 
 def test_a_feature_is_applied_refused_or_off():

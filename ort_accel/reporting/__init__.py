@@ -1,0 +1,1 @@
+"""The record of features, fallbacks, segments and measurements of a model, as plain data."""
