@@ -3,7 +3,7 @@
 1. A small model begins in eager mode, and is compiled once its steps have taken as long as compiling would.
 2. When the engine's steps compile nothing any more, engine and eager mode take turns until one is clearly faster.
 3. The faster one goes on. A pair of steps is compared again from time to time, and sooner when the pace changes. The
-   cost of the slower steps decides how often: it stays at about one part in a hundred of the whole time.
+   cost of the slower steps decides how often: it stays at one or two parts in a hundred of the whole time.
 4. Generated kernels make the engine's steps faster, so the comparison begins anew with them. They are tried in steps of
    the engine: where eager mode was faster, in single ones, so seldom that these cost little.
 
@@ -289,6 +289,11 @@ class Turns:
         self._pace: deque[float] = deque(maxlen=PACE_STEPS)
         self._pace_before: float | None = None
         self._wait = 0
+        """Steps until the next pair."""
+        self._paid_wait = 0
+        """Steps until a change of pace may bring the next pair sooner."""
+        self._pairs_before = 0
+        """The number of pairs at the last decision."""
 
     def begin_anew(self) -> None:
         """Forget the decision, since the engine's steps have become faster."""
@@ -311,8 +316,8 @@ class Turns:
     def next_is_eager(self) -> bool:
         """True if eager mode runs the next step."""
         if not self._compares:
-            self._wait -= 1
-            self._compares = self._wait <= 0 or self._has_changed()
+            self._wait, self._paid_wait = self._wait - 1, self._paid_wait - 1
+            self._compares = self._wait <= 0 or (self._paid_wait <= 0 and self._has_changed())
             return self.prefers_eager
         if not self._pending:
             eager_first = bool(self.pairs % 2)
@@ -341,7 +346,9 @@ class Turns:
         self.prefers_eager = self.ratio > TIE_RATIO
         self.is_decided, self._is_open, self._compares = True, False, False
         self._pending = []
-        self._wait = max(MIN_INTERVAL_STEPS, round((max(self.ratio, 1 / self.ratio) - 1) / COST_SHARE))
+        cost = (self.pairs - self._pairs_before) * (max(self.ratio, 1 / self.ratio) - 1)
+        self._wait, self._pairs_before = max(MIN_INTERVAL_STEPS, round(cost / COST_SHARE)), self.pairs
+        self._paid_wait = self._wait // 2 if self.prefers_eager else 0
         return True
 
     def _contradicts(self, ratio: float) -> bool:
