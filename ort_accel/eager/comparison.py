@@ -43,7 +43,7 @@ TRIAL_STEPS = 30
 TRIAL_COST_SHARE = 0.02
 """Share of the time that the trial may cost where eager mode is faster."""
 MOST_PAIRS = 12
-"""Pairs of steps after which the median decides in any case."""
+"""Pairs of steps after which the sums of their times decide in any case."""
 TIE_RATIO = 1.01
 """The engine goes on while its steps take at most this many times eager's."""
 CLEAR_RATIOS = {1: 2.5, 2: 1.5, 3: 1.25, 4: 1.08}
@@ -53,7 +53,7 @@ ENGINE_PAIRS = 2
 LEAD_PAIRS = 4
 """Otherwise one of the two must have won this many pairs more than the other."""
 PAIRS_KEPT = 9
-"""Pairs of which the median is taken."""
+"""Pairs whose times are added up. Beside other load some steps take many times as long, and sums count those."""
 MIN_INTERVAL_STEPS = 16
 """The least number of steps between comparisons."""
 COST_SHARE = 0.01
@@ -285,7 +285,8 @@ class Turns:
         """True until a clear decision; after one, a single pair is enough to confirm it."""
         self._last: dict[bool, float] = {}
         """The pace of the step that waits for its counterpart, under True if eager mode ran it."""
-        self._ratios: deque[float] = deque(maxlen=PAIRS_KEPT)
+        self._kept: deque[tuple[float, float]] = deque(maxlen=PAIRS_KEPT)
+        """The paces of the last pairs, the engine's first."""
         self._pace: deque[float] = deque(maxlen=PACE_STEPS)
         self._pace_before: float | None = None
         self._wait = 0
@@ -299,7 +300,8 @@ class Turns:
         """Forget the decision, since the engine's steps have become faster."""
         self.is_decided, self._is_open, self._compares = False, True, True
         self._pending, self._last = [], {}
-        self._ratios.clear()
+        self._kept.clear()
+        self._pairs_before = self.pairs
         self._pace.clear()
         self._pace_before = None
 
@@ -333,23 +335,35 @@ class Turns:
         self._last[in_eager] = pace
         if len(self._last) < 2:
             return False
-        ratio = self._last[False] / self._last[True]
+        pair = self._last[False], self._last[True]
         self._last = {}
-        if not self._is_open and self._contradicts(ratio):
-            self._ratios.clear()
+        if not self._is_open and self._contradicts(pair[0] / pair[1]):
+            self._kept.clear()
             self._is_open = True
-        self._ratios.append(ratio)
+        self._kept.append(pair)
         self.pairs += 1
-        if self._is_open and not is_clear(self._ratios):
+        engine, eager = zip(*self._kept, strict=True)
+        self.ratio = sum(engine) / sum(eager)
+        if self._is_open and not self._is_clear():
             return False
-        self.ratio = median(self._ratios)
         self.prefers_eager = self.ratio > TIE_RATIO
         self.is_decided, self._is_open, self._compares = True, False, False
         self._pending = []
-        cost = (self.pairs - self._pairs_before) * (max(self.ratio, 1 / self.ratio) - 1)
+        cost = self._pairs_since * (max(self.ratio, 1 / self.ratio) - 1)
         self._wait, self._pairs_before = max(MIN_INTERVAL_STEPS, round(cost / COST_SHARE)), self.pairs
         self._paid_wait = self._wait // 2 if self.prefers_eager else 0
         return True
+
+    @property
+    def _pairs_since(self) -> int:
+        """Pairs since the last decision."""
+        return self.pairs - self._pairs_before
+
+    def _is_clear(self) -> bool:
+        """True if the pairs show who is faster, one by one and added up, or if there are enough of them."""
+        ratios = [engine / eager for engine, eager in self._kept]
+        is_agreed = (median(ratios) > 1) == (self.ratio > 1)
+        return (is_agreed and is_clear(ratios)) or self._pairs_since >= MOST_PAIRS
 
     def _contradicts(self, ratio: float) -> bool:
         """True if a pair clearly contradicts the decision."""
@@ -364,18 +378,18 @@ class Turns:
             self._pace_before = pace
         if 1 / PACE_CHANGE_RATIO < pace / self._pace_before < PACE_CHANGE_RATIO:
             return False
-        self._ratios.clear()
+        self._kept.clear()
         self._pace.clear()
         self._pace_before, self._is_open = None, True
         return True
 
 
 def is_clear(ratios: Sequence[float]) -> bool:
-    """True if pairs of steps show who is faster, or if more pairs would not show it either."""
+    """True if pairs of steps show who is faster."""
     wins = sum(1 if ratio < 1 else -1 for ratio in ratios)
     factor = min(CLEAR_RATIOS[count] for count in CLEAR_RATIOS if len(ratios) >= count)
     is_engine_clear = len(ratios) >= ENGINE_PAIRS and max(ratios) < 1 / factor
-    return min(ratios) > factor or is_engine_clear or abs(wins) >= LEAD_PAIRS or len(ratios) >= MOST_PAIRS
+    return min(ratios) > factor or is_engine_clear or abs(wins) >= LEAD_PAIRS
 
 
 def why_not(config: Config, sees_steps: bool) -> str:

@@ -34,7 +34,7 @@ class StepComparison:
     runner: str
     """The runner of the steps that follow: `ort_accel` or `eager PyTorch`."""
     ratio: float
-    """The time of the engine's step as a multiple of eager PyTorch's; the median of the last pairs."""
+    """The time of the engine's step as a multiple of eager PyTorch's; over the last pairs."""
     pairs: int
     """The number of pairs of steps compared since the training began."""
     step: int
