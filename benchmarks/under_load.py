@@ -12,6 +12,7 @@ import argparse
 import copy
 import json
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -41,10 +42,11 @@ SETTLED_STEPS = 3
 ALLOWED = 1.03
 
 
-def _work_without_end() -> None:
+def _work(parent: int) -> None:
+    """Multiply matrices until the measuring process has ended."""
     torch.set_num_threads(1)
     values = torch.randn(256, 256)
-    while True:
+    while os.getppid() == parent:
         values = (values @ values).tanh_()
 
 
@@ -52,7 +54,7 @@ def _work_without_end() -> None:
 def busy(processes: int) -> Iterator[None]:
     """While this is entered, so many processes multiply matrices."""
     spawn = multiprocessing.get_context("spawn")
-    started = [spawn.Process(target=_work_without_end, daemon=True) for _ in range(processes)]
+    started = [spawn.Process(target=_work, args=(os.getpid(),), daemon=True) for _ in range(processes)]
     for each in started:
         each.start()
     try:

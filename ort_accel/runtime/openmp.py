@@ -1,39 +1,117 @@
-"""Pausing of PyTorch's OpenMP threads before ONNX Runtime runs.
+"""How PyTorch's OpenMP threads wait while ONNX Runtime runs, and when a process forks.
 
-OpenMP's threads spin for a while after a parallel loop, in case another loop follows. They are paused here, since they
-would otherwise compete with ONNX Runtime's threads for the cores.
+OpenMP's threads spin for milliseconds after a parallel loop, in case another loop follows. They are paused before a
+session runs, since they would otherwise compete with ONNX Runtime's threads for the cores.
 
-They are paused before a fork, too. A child process would otherwise wait forever for the threads of its parent, in its
-first parallel loop or pause, since a fork copies OpenMP's record of them and not the threads.
+Where other processes take the cores, too, spinning is worse: it uses up the time that the system gives to this process.
+libgomp spins for about a microsecond while it has more threads than there are cores. So one more of them exists during
+a session, if the calling thread had to wait for a core during the last one. Steps of eager mode find the threads
+spinning as ever.
+
+Threads are paused before a fork, too. A child process would otherwise wait forever for the threads of its parent, in
+its first parallel loop or pause, since a fork copies OpenMP's record of them and not the threads.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 PAUSE_SOFT = 1
 """`omp_pause_soft`: release the threads and keep all settings."""
 
 LIBRARIES = ("libgomp", "libiomp5", "libomp")
 
+CROWDED_SHARE = 0.1
+"""The share of a session's time for which its thread may wait for a core, before threads stop to spin."""
+
+LINGER_S = 0.01
+"""The additional thread stays as long after a session, in case another one follows."""
+
+SCHEDULER_STATISTICS = Path("/proc/thread-self/schedstat")
+"""Nanoseconds for which a thread has run, for which it has waited for a core, and its turns."""
+
 
 def pause_openmp() -> None:
     """Pause the OpenMP threads of the calling thread; cheap if none are awake."""
-    for pause in _pause_functions():
-        pause(PAUSE_SOFT)
+    for library in _libraries():
+        library.omp_pause_resource_all(PAUSE_SOFT)
+
+
+class SharedCores:
+    """The way in which OpenMP's threads leave the cores to sessions."""
+
+    def __init__(self) -> None:
+        self.is_crowded = False
+        """True if the last session had to wait for cores."""
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """A context in which a session runs."""
+        changes = _changes_of_additional_thread() if self.is_crowded else None
+        if changes is None:
+            pause_openmp()
+        else:
+            changes.put(1)
+        begin, waited_ns = time.perf_counter_ns(), _waited_ns()
+        try:
+            yield
+        finally:
+            if changes is not None:
+                changes.put(-1)
+            self.is_crowded = _waited_ns() - waited_ns > CROWDED_SHARE * (time.perf_counter_ns() - begin)
+
+
+def _waited_ns() -> int:
+    """Returns for how long this thread has waited for a core; 0 where the system does not tell."""
+    try:
+        return int(SCHEDULER_STATISTICS.read_bytes().split()[1])
+    except (OSError, IndexError):
+        return 0
 
 
 @cache
-def _pause_functions() -> list[Callable[[int], int]]:
-    """Returns `omp_pause_resource_all` of each OpenMP library that this process has loaded from torch's folders."""
-    return [pause for pause in map(_pause_function, _loaded_libraries()) if pause is not None]
+def _changes_of_additional_thread() -> SimpleQueue[int] | None:
+    """Returns the queue that counts running sessions; None without libgomp."""
+    starts = [library.GOMP_parallel for library in _libraries() if hasattr(library, "GOMP_parallel")]
+    if not starts:
+        return None
+    changes: SimpleQueue[int] = SimpleQueue()
+    threading.Thread(target=_keep_additional_thread, args=(starts[0], changes), name="ort_accel", daemon=True).start()
+    return changes
 
 
-def _loaded_libraries() -> list[str]:
+def _keep_additional_thread(start: Callable[..., object], changes: SimpleQueue[int]) -> None:
+    """Have an OpenMP thread of this thread's own while sessions run."""
+    do_nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
+    running, exists = 0, False
+    while True:
+        try:
+            running += changes.get(timeout=LINGER_S if exists and not running else None)
+        except Empty:
+            pause_openmp()
+            exists = False
+            continue
+        if running and not exists:
+            start(do_nothing, None, 2, 0)
+            exists = True
+
+
+@cache
+def _libraries() -> list[ctypes.CDLL]:
+    """Returns each OpenMP library that this process has loaded from torch's folders."""
+    found = [library for library in map(_opened, _loaded_paths()) if library is not None]
+    return [library for library in found if hasattr(library, "omp_pause_resource_all")]
+
+
+def _loaded_paths() -> list[str]:
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -42,15 +120,12 @@ def _loaded_libraries() -> list[str]:
     return sorted(path for path in paths if Path(path).name.startswith(LIBRARIES))
 
 
-def _pause_function(path: str) -> Callable[[int], int] | None:
+def _opened(path: str) -> ctypes.CDLL | None:
     try:
-        library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-        pause = library.omp_pause_resource_all
-    except (OSError, AttributeError):
+        return ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
         return None
-    pause.argtypes, pause.restype = [ctypes.c_int], ctypes.c_int
-    return pause
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=pause_openmp)
+    os.register_at_fork(before=pause_openmp, after_in_child=_changes_of_additional_thread.cache_clear)

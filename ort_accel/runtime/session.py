@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from ort_accel.runtime.device import CPU, ExecutionDevice
 from ort_accel.runtime.dlpack import OrtValue, OrtValues, to_torch
 from ort_accel.runtime.import_ort import native as ort
 from ort_accel.runtime.import_ort import onnxruntime
-from ort_accel.runtime.openmp import pause_openmp
+from ort_accel.runtime.openmp import SharedCores
 
 DISABLED_OPTIMIZERS = ["MatMulScaleFusion"]
 """Optimizers that change results: this one keeps a float64 scale in single precision."""
@@ -69,6 +69,7 @@ class SessionSettings:
         return options
 
 
+_CORES = SharedCores()
 _WITH_ARENA: set[int] = set()
 """The CUDA devices with an arena; a second one cannot be registered."""
 
@@ -152,8 +153,5 @@ class Session:
         return to_torch(results, len(self._outputs))
 
     def _alternating_with_torch(self) -> AbstractContextManager[None]:
-        """Returns a context for a run that orders it with PyTorch's work, or pauses PyTorch's threads."""
-        if self._stream is not None:
-            return stream_order(self._stream)
-        pause_openmp()
-        return nullcontext()
+        """Returns a context for a run: in the order of a stream, or while PyTorch's threads leave the cores."""
+        return _CORES.taken() if self._stream is None else stream_order(self._stream)

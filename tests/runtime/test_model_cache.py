@@ -128,7 +128,7 @@ def test_processes_may_share_the_folder(tmp_path):
 
 def test_a_process_killed_while_writing_leaves_a_usable_cache(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from ort_accel.reporting import Report\n"
+        "import sys; from pathlib import Path; from ort_accel.reporting.report import Report\n"
         "from ort_accel.runtime.model_cache import ModelCache, ModelKeys\n"
         f"cache = ModelCache(Path({str(tmp_path)!r}), ModelKeys('context'), Report())\n"
         "while True:\n    cache.put(b'model', b'x' * 5_000_000)\n"
