@@ -76,11 +76,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, seed:
     return seconds, float(loss.detach())
 
 
-def measure(workload: Workload, steps: int) -> dict[str, Any]:
-    """Train in eager PyTorch twice and on ort_accel, in turns."""
+def measure(workload: Workload, steps: int, *, always: bool = False) -> dict[str, Any]:
+    """Train in eager PyTorch twice and on ort_accel, in turns. With `always`, the engine runs each step of its model."""
     eager = build(workload)
     models = [eager, copy.deepcopy(eager), copy.deepcopy(eager)]
-    ours = ort_accel.accelerate(models[OURS], {"version": 1, "observe": {"log_level": "error"}})
+    config: dict[str, Any] = {"version": 1, "observe": {"log_level": "error"}}
+    if always:
+        config["engine"] = {"compare_with_eager": False}
+    ours = ort_accel.accelerate(models[OURS], config)
     rivals = [(model, torch.optim.SGD(model.parameters(), 1e-3)) for model in models]
     report = ort_accel.report(ours)
     seconds: list[list[float]] = []
@@ -112,12 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--busy", type=int, default=4, help="processes that keep the cores busy")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--always", action="store_true", help="the engine runs every step of ort_accel's model")
     parser.add_argument("--json", type=Path, help="file to write")
     options = parser.parse_args(arguments)
-    record: dict[str, Any] = {"machine": machine.facts(torch.get_num_threads()), "busy": options.busy, "found": {}}
+    record: dict[str, Any] = {"machine": machine.facts(torch.get_num_threads()), "found": {}}
+    record |= {"busy": options.busy, "always": options.always}
     with busy(options.busy):
         for name in options.only:
-            found = record["found"][name] = measure(WORKLOADS[name], options.steps)
+            found = record["found"][name] = measure(WORKLOADS[name], options.steps, always=options.always)
             print(f"{name}: {found['ratio']:.2f} times eager's time over {found['steps']} steps", end=", ")
             print(
                 f"a second eager model {found['ratio of the second eager model']:.2f}; {found['comparison']}",
