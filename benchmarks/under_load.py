@@ -77,7 +77,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, seed:
 
 
 def measure(workload: Workload, steps: int, *, always: bool = False) -> dict[str, Any]:
-    """Train in eager PyTorch twice and on ort_accel, in turns. With `always`, the engine runs each step of its model."""
+    """Train in eager PyTorch twice and on ort_accel, in turns. With `always`, the engine runs each of its steps."""
     eager = build(workload)
     models = [eager, copy.deepcopy(eager), copy.deepcopy(eager)]
     config: dict[str, Any] = {"version": 1, "observe": {"log_level": "error"}}
