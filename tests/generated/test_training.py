@@ -25,7 +25,7 @@ import ort_accel
 from ort_accel.compiler import generated_kernels
 from ort_accel.compiler.settings import resolve
 from ort_accel.config import load_config
-from ort_accel.eager import comparison
+from ort_accel.eager import comparison, turns
 from ort_accel.errors import ConfigError
 from ort_accel.generated import builds, clusters, trial
 from ort_accel.generated.builds import why_no_code
@@ -280,7 +280,7 @@ def test_a_model_that_trains_in_eager_mode_gets_its_kernels_and_is_compared_anew
 ) -> None:
     monkeypatch.setattr(comparison, "why_not", lambda *_: "")
     monkeypatch.setattr(comparison.SmallStart, "begin", lambda *_: False)
-    monkeypatch.setattr(comparison, "TIE_RATIO", 0.0)  # eager mode counts as faster
+    monkeypatch.setattr(turns, "TIE_RATIO", 0.0)  # eager mode counts as faster
     monkeypatch.setitem(generated_kernels.DELAY_SECONDS, CLUSTERS, 1e9)
     monkeypatch.setattr(generated_kernels, "LEAST_SHARE", 0.0)
     monkeypatch.setattr(comparison, "TRIAL_COST_SHARE", float("inf"))
@@ -293,7 +293,7 @@ def test_a_model_that_trains_in_eager_mode_gets_its_kernels_and_is_compared_anew
     assert not runs
     for queue in training.generator._queues.values():
         queue.delay_seconds = queue.spent_seconds + 1e-9
-    monkeypatch.setattr(comparison, "TIE_RATIO", float("inf"))
+    monkeypatch.setattr(turns, "TIE_RATIO", float("inf"))
     training(*ROWS)
     wait()
     assert len(compiler.requests) == 1
