@@ -90,6 +90,8 @@ class Turns:
         if not self._compares:
             if in_eager == self.prefers_eager:
                 self._pace.append(pace)
+                if self._pace_before is None and len(self._pace) == PACE_STEPS:
+                    self._pace_before = median(self._pace)
             return False
         self._last[in_eager] = pace
         if len(self._last) < 2:
@@ -130,12 +132,9 @@ class Turns:
 
     def _has_changed(self) -> bool:
         """True if steps have become much faster or slower since the last comparison."""
-        if len(self._pace) < PACE_STEPS:
-            return False
-        pace = median(self._pace)
         if self._pace_before is None:
-            self._pace_before = pace
-        if 1 / PACE_CHANGE_RATIO < pace / self._pace_before < PACE_CHANGE_RATIO:
+            return False
+        if 1 / PACE_CHANGE_RATIO < median(self._pace) / self._pace_before < PACE_CHANGE_RATIO:
             return False
         self._kept.clear()
         self._pace.clear()

@@ -1,4 +1,4 @@
-"""How PyTorch's OpenMP threads wait while ONNX Runtime runs, and when a process forks.
+"""Makes PyTorch's OpenMP threads leave the cores to ONNX Runtime's sessions, and rests them before a fork.
 
 OpenMP's threads spin for milliseconds after a parallel loop, in case another loop follows. They are paused before a
 session runs, since they would otherwise compete with ONNX Runtime's threads for the cores.

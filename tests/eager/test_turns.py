@@ -39,6 +39,12 @@ def test_under_heavy_noise_the_slower_one_does_not_stay(seed):
     assert sum(ran) < 100
 
 
+def test_a_pace_that_changes_soon_after_the_decision_for_eager_mode_is_seen():
+    ran, turns = race(lambda step: 3.0 if step < 12 else 1.0, lambda step: 1.0 if step < 12 else 4.0, 300)
+    assert not turns.prefers_eager
+    assert not any(ran[160:])
+
+
 def test_a_machine_that_gets_loaded_changes_who_runs():
     ran, turns = race(lambda step: 0.8 if step < 100 else 3.0, lambda _: 1.0, 200)
     assert sum(ran[60:100]) <= 3
