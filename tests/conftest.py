@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch._dynamo.pgo import reset_code_state
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ort_accel.eager import comparison
 from tests.pretend_cuda import cuda_device
@@ -47,6 +48,15 @@ def engine_runs_every_step(monkeypatch) -> None:
 def compared_with_eager(monkeypatch, engine_runs_every_step) -> None:
     """Steps are compared with eager mode's, as they are in a training."""
     monkeypatch.setattr(comparison, "why_not", WHY_NOT)
+
+
+@pytest.fixture(autouse=True)
+def shapes_are_forgotten() -> Iterator[None]:
+    """Free what PyTorch cached of a test's shapes: its caches hold hundreds of traced graphs for the collector."""
+    yield
+    for method in vars(ShapeEnv).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,8 @@ from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import counters
 
+from ort_accel.capture.traced_shapes import freed_traces
+
 if TYPE_CHECKING:
     from torch._C._dynamo.eval_frame import _PyInterpreterFrame
 
@@ -129,7 +131,8 @@ def _patch_conversions() -> None:
         active = _ACTIVE.get()
         if active is None:
             return original(self, frame, *args, **kwargs)
-        return active.convert(frame.f_code, lambda: original(self, frame, *args, **kwargs))
+        with freed_traces():
+            return active.convert(frame.f_code, lambda: original(self, frame, *args, **kwargs))
 
     ConvertFrame.__call__ = convert  # type: ignore[method-assign]
 

@@ -18,6 +18,7 @@ from ort_accel.capture.extra_guards import add_extra_guards, original_functions
 from ort_accel.capture.forward_graph import ends_at_graph_break
 from ort_accel.capture.quantized_layers import capture_quantized_layers
 from ort_accel.capture.sdpa_backend import attention_backend
+from ort_accel.capture.traced_shapes import note_shapes
 from ort_accel.compiler.autograd_graphs import AutogradCompiler, CompiledGraph, twice_differentiable
 from ort_accel.compiler.cached_graphs import cached_graphs, can_cache
 from ort_accel.compiler.compile_graph import predict_segments
@@ -97,6 +98,7 @@ class Backend:
         refuse_moved(inputs, self.settings.place)
         if is_on_meta(inputs):
             return eager_function(module)
+        note_shapes()
         self.comparison.captured(module)
         add_extra_guards(module.graph)
         self._follow_pytorch()

@@ -8,6 +8,7 @@ from weakref import ref
 import torch
 from torch import nn
 from torch._dynamo import eval_frame
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import ort_accel
 
@@ -42,6 +43,23 @@ def test_deleting_a_model_frees_its_compiled_graphs() -> None:
     gc.collect()
     assert [kind() for kind in gone] == [None, None, None]
     assert backends() == before
+
+
+def test_deleting_a_model_frees_the_shapes_it_was_traced_with() -> None:
+    """Fake tensors of dynamic sizes hold them from C++."""
+
+    def shapes() -> int:
+        for method in vars(ShapeEnv).values():
+            if hasattr(method, "cache_clear"):
+                method.cache_clear()
+        gc.collect()
+        return sum(type(item) is ShapeEnv for item in gc.get_objects())
+
+    trained()  # Dynamo keeps something of the last compilation
+    before = shapes()
+    trained()
+    trained()
+    assert shapes() <= before
 
 
 def test_restoring_a_model_frees_its_compiled_graphs() -> None:

@@ -6,11 +6,15 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
@@ -18,10 +22,40 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from ort_accel.hf import ORTAccelCallback, ORTTrainer
 
 ROOT = Path(__file__).parents[2]
+
+
+class ReviewerConfig(PreTrainedConfig):
+    model_type = "reviewer"
+    num_labels = 2
+    initializer_range = 0.5
+
+
+class Reviewer(PreTrainedModel):
+    """A classifier of padded rows of tokens that compiles in a third of a BERT's time."""
+
+    config_class = ReviewerConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embedding = nn.Embedding(32, 16)
+        self.dense, self.dropout = nn.Linear(16, 16), nn.Dropout(0.1)
+        self.classifier = nn.Linear(16, 2)
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        hidden = self.dropout(torch.tanh(self.dense(self.embedding(input_ids))))
+        kept = attention_mask.unsqueeze(-1)
+        logits = self.classifier((hidden * kept).sum(1) / kept.sum(1))
+        return SequenceClassifierOutput(None if labels is None else F.cross_entropy(logits, labels), logits)
+
+
+def reviewer():
+    return Reviewer(ReviewerConfig())
 
 
 def bert(**more):
@@ -91,7 +125,7 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def train(side, folder, build=bert, seed=3, resume=None, **more):
+def train(side, folder, build=reviewer, seed=3, resume=None, **more):
     """Train from a seed, with a fresh model; returns the trainer."""
     named = {key: more.pop(key) for key in list(more) if key in TRAINER_KEYS}
     set_seed(seed)

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from ort_accel.capture.dynamo import capturing
 from ort_accel.capture.forward_graph import Tracer
+from ort_accel.capture.traced_shapes import freed_traces, note_shapes
 from ort_accel.compiler.row_dispatch import hints, tables_of
 from ort_accel.row_skipping.batch_row_tables import BatchTables
 from ort_accel.row_skipping.pipeline import NothingToSkip, Proposal, propose, unread_outputs
@@ -39,7 +40,7 @@ class Rewritten:
         self._call = torch.compile(module._call_impl, backend=self._compile, dynamic=True)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        with capturing():
+        with capturing(), freed_traces():
             return self._call(*inputs, **named)
 
     @property
@@ -59,6 +60,7 @@ class Rewritten:
         return self.batches[-1].densities
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        note_shapes()
         tracer = Tracer(inputs)
         try:
             traced = tracer.trace(module)
