@@ -1,8 +1,8 @@
 """Frees what PyTorch keeps of a trace once Dynamo has compiled it, so that a deleted model leaves nothing behind.
 
-A `ShapeEnv` holds the fake inputs that Dynamo builds guards from. Their dynamic sizes hold the `ShapeEnv`, from C++, where
-Python's garbage collector does not see the cycle. The cache of fake results has as many objects as all other parts of
-a compiled model. Private to torch; checked with torch 2.11 to 2.14.
+A `ShapeEnv` holds the fake inputs that Dynamo builds guards from. Their dynamic sizes hold the `ShapeEnv` from C++, and
+Python's garbage collector does not see this cycle. The `ShapeEnv` also holds the cache of fake results, which nothing
+reads after the compilation. Private to torch; checked with torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

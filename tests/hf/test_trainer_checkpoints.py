@@ -9,7 +9,7 @@ from safetensors import safe_open
 from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, Trainer, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from tests.hf.tiny import arguments, in_python, losses, make, reviews, train
+from tests.hf.tiny import arguments, bert, in_python, losses, make, reviews, train
 from tests.tiers import mostly_long
 
 OURS = ("ORTTrainer", "callback")
@@ -100,7 +100,7 @@ def test_each_side_resumes_the_checkpoints_of_the_other(tmp_path, writer, reader
 
 @pytest.mark.parametrize("side", mostly_long(OURS, "callback"))
 def test_plain_transformers_loads_what_was_saved(tmp_path, side):
-    trainer = train(side, tmp_path, max_steps=2)
+    trainer = train(side, tmp_path, bert, max_steps=2)
     trainer.save_model(str(tmp_path / "saved"))
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
     assert type(plain) is type(trainer.model)

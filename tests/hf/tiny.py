@@ -47,9 +47,9 @@ class Reviewer(PreTrainedModel):
         self.classifier = nn.Linear(16, 2)
         self.post_init()
 
-    def forward(self, input_ids, attention_mask, labels=None):
+    def forward(self, input_ids, attention_mask=None, labels=None):
         hidden = self.dropout(torch.tanh(self.dense(self.embedding(input_ids))))
-        kept = attention_mask.unsqueeze(-1)
+        kept = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).unsqueeze(-1)
         logits = self.classifier((hidden * kept).sum(1) / kept.sum(1))
         return SequenceClassifierOutput(None if labels is None else F.cross_entropy(logits, labels), logits)
 
