@@ -36,7 +36,7 @@ class ReviewerConfig(PreTrainedConfig):
 
 
 class Reviewer(PreTrainedModel):
-    """A classifier of padded rows of tokens that compiles in a third of a BERT's time."""
+    """A classifier of padded rows of tokens, for tests in which the kind of model does not matter."""
 
     config_class = ReviewerConfig
 
