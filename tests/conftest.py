@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.pretend_cuda import cuda_device
 __all__ = ["cuda_device"]
 
 WHY_NOT = comparison.why_not
+TESTS_RUN = count(1)
 
 
 def pytest_collection_finish() -> None:
@@ -57,6 +59,9 @@ def shapes_are_forgotten() -> Iterator[None]:
     for method in vars(ShapeEnv).values():
         if hasattr(method, "cache_clear"):
             method.cache_clear()
+    if next(TESTS_RUN) % 100 == 0:  # each compilation collects garbage, and would walk through what Dynamo keeps
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -13,6 +14,12 @@ def mostly_long(values: Iterable[Any], *kept: Any) -> list[Any]:
     values = list(values)
     assert all(value in values for value in kept), f"{kept} are not all among {values}"
     return [value if value in kept else _long(*value) if isinstance(value, tuple) else _long(value) for value in values]
+
+
+def all_pairs(firsts: Iterable[Any], seconds: Iterable[Any]) -> list[Any]:
+    """Every first value with every second one, of which `make test` takes each first value with one second one."""
+    firsts, seconds = list(firsts), list(seconds)
+    return mostly_long(product(firsts, seconds), *zip(firsts, cycle(seconds), strict=False))
 
 
 def _long(*values: Any) -> Any:

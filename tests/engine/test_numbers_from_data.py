@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import ort_accel
 from tests.against_eager import assert_step_as_eager, assert_two_graphs_each_way, compilations, pair, report
 from tests.pictures import IMAGE, placed, tokens
+from tests.tiers import all_pairs
 
 MOST = 10
 """Marked tokens that `bounded` allows in a batch."""
@@ -73,12 +74,15 @@ def captured() -> Iterator[None]:
 SIZES = [(2, 8), (3, 9), (5, 12), (2, 7)]
 
 
-@pytest.mark.parametrize("act", [marked_rows, places, scaled, counted, filled, bounded])
-@pytest.mark.parametrize("config", [None, {"memory": {"level": 1}}], ids=["usual", "recomputing"])
+ACTS = [marked_rows, places, scaled, counted, filled, bounded]
+CONFIGS = {"usual": None, "recomputing": {"memory": {"level": 1}}}
+
+
+@pytest.mark.parametrize(("act", "config"), all_pairs(ACTS, CONFIGS))
 def test_it_trains_as_in_eager_mode_and_compiles_no_more_for_other_sizes(
-    act: Callable[..., Tensor], config: object
+    act: Callable[..., Tensor], config: str
 ) -> None:
-    eager, ours = pair(Model(act), config)
+    eager, ours = pair(Model(act), CONFIGS[config])
     compiled = []
     for rows, length in SIZES:
         assert_step_as_eager(eager, ours, tokens(rows, length))

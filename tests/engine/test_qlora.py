@@ -114,7 +114,9 @@ def test_it_trains_as_in_eager_mode_with_other_options(tmp_path, config):
     assert "ort_accel.linear_4bit.default" in operators(ours)
 
 
-@pytest.mark.parametrize("config", [{}, {"compute": {"native": False}}], ids=["native", "without the native library"])
+@pytest.mark.parametrize(
+    "config", mostly_long([{}, {"compute": {"native": False}}], {}), ids=["native", "without the native library"]
+)
 def test_layers_of_8_bits_train_as_in_eager_mode(tmp_path, config):
     eager, ours = qlora(tmp_path, EIGHT_BIT), ort_accel.accelerate(qlora(tmp_path, EIGHT_BIT), config)
     assert_as_eager(eager, ours)

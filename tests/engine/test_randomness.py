@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ort_accel.reporting.fallbacks import Reason
 from tests.against_eager import pair, report
+from tests.tiers import all_pairs
 
 
 class Function(nn.Module):
@@ -110,8 +111,7 @@ UNREAD = {
 }
 
 
-@pytest.mark.parametrize("gradients", [True, False])
-@pytest.mark.parametrize("name", UNREAD)
+@pytest.mark.parametrize(("name", "gradients"), all_pairs(UNREAD, (True, False)))
 def test_what_is_drawn_for_nobody_is_drawn_all_the_same(name, gradients):
     def function(x):
         UNREAD[name](x)

@@ -6,17 +6,18 @@ import pickle
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainingArguments, set_seed
 
 import ort_accel
 from ort_accel import ConfigError, OrtAccelError, engine
 from ort_accel.hf import ORTAccelCallback, ORTAccelPlugin, ORTTrainer, accelerate_hooks
 from ort_accel.hf.accelerate_plugin import accelerate_all_models
 from ort_accel.hf.activation import CONFIG_VARIABLE
+from tests.hf.tiny import reviewer
 from tests.tiers import mostly_long
 
 PRODUCTS = {"compute": {"attention": "products"}}
@@ -28,6 +29,7 @@ def fresh_accelerate(monkeypatch):
     monkeypatch.setattr(ORTAccelPlugin, "launch_config", None)
     monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
     AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -158,13 +160,6 @@ def test_a_plugin_in_a_launched_script_goes_before_the_launch(launched):
     assert engine.config_of(model) == ort_accel.load_config(PRODUCTS)
 
 
-def tiny_bert():
-    """A classifier that knows its kind of problem; others find it out in the first step, and are compiled again."""
-    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    kind = "single_label_classification"
-    return BertForSequenceClassification(BertConfig(**sizes, intermediate_size=32, problem_type=kind))
-
-
 def trainer_of(kind, tmp_path, steps=2, **more):
     set_seed(4)
     ids = torch.randint(1, 32, (32, 7))
@@ -179,7 +174,7 @@ def trainer_of(kind, tmp_path, steps=2, **more):
         disable_tqdm=True,
         report_to=[],
     )
-    return kind(model=tiny_bert(), args=args, train_dataset=data, **more)
+    return kind(model=reviewer(), args=args, train_dataset=data, **more)
 
 
 def trained(kind, tmp_path, **more):

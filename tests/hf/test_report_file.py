@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from tests.hf.tiny import arguments, bert, logged, make, reviews, train
+from tests.hf.tiny import arguments, logged, make, reviewer, reviews, train
 from tests.observe.pages import read, table_with
 from tests.tiers import mostly_long
 
@@ -68,7 +68,7 @@ def test_a_file_that_cannot_be_written_does_not_stop_the_training(tmp_path, capl
 
 def test_a_second_training_has_a_report_of_its_own_steps(tmp_path):
     file = tmp_path / "report.json"
-    trainer = make("ORTTrainer", bert(), arguments(tmp_path, max_steps=2), reported(file, engine=OFF))
+    trainer = make("ORTTrainer", reviewer(), arguments(tmp_path, max_steps=2), reported(file, engine=OFF))
     for _ in range(2):
         trainer.train()
         data = json.loads(file.read_text())

@@ -4,8 +4,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
     HfArgumentParser,
     T5Config,
     T5ForConditionalGeneration,
@@ -24,6 +22,7 @@ from ort_accel.hf import (
     ORTTrainer,
     ORTTrainingArguments,
 )
+from tests.hf.tiny import reviewer
 from tests.tiers import mostly_long
 
 OFF = {"engine": {"enabled": False}}
@@ -40,19 +39,6 @@ def accelerated(monkeypatch):
 
     monkeypatch.setitem(vars(ort_accel), "accelerate", recorded)
     return calls
-
-
-def tiny_bert():
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=32,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=32,
-            num_labels=2,
-        )
-    )
 
 
 def arguments(tmp_path, kind=ORTTrainingArguments, **more):
@@ -76,7 +62,7 @@ def samples():
 def losses(trainer_type, tmp_path, **more):
     set_seed(3)
     args = arguments(tmp_path, logging_steps=1, per_device_train_batch_size=4)
-    trainer = trainer_type(tiny_bert(), args, train_dataset=samples(), **more)
+    trainer = trainer_type(reviewer(), args, train_dataset=samples(), **more)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -91,31 +77,31 @@ def test_scripts_get_the_argument(tmp_path):
 
 def test_the_configuration_of_the_arguments_reaches_the_model(accelerated, tmp_path):
     file = yaml(tmp_path, "compute: {attention: products}\n")
-    trainer = ORTTrainer(tiny_bert(), arguments(tmp_path, ort_config=file))
+    trainer = ORTTrainer(reviewer(), arguments(tmp_path, ort_config=file))
     assert accelerated == [(trainer.model, ort_accel.load_config({"compute": {"attention": "products"}}))]
 
 
 @pytest.mark.parametrize("as_what", [dict, ort_accel.load_config])
 def test_the_configuration_of_the_call_reaches_the_model(accelerated, tmp_path, as_what):
-    trainer = ORTTrainer(tiny_bert(), arguments(tmp_path), ort_config=as_what({"compute": {"attention": "products"}}))
+    trainer = ORTTrainer(reviewer(), arguments(tmp_path), ort_config=as_what({"compute": {"attention": "products"}}))
     assert accelerated == [(trainer.model, ort_accel.load_config({"compute": {"attention": "products"}}))]
 
 
 def test_plain_training_arguments_give_the_defaults(accelerated, tmp_path):
-    trainer = ORTTrainer(tiny_bert(), arguments(tmp_path, TrainingArguments))
+    trainer = ORTTrainer(reviewer(), arguments(tmp_path, TrainingArguments))
     assert accelerated == [(trainer.model, ort_accel.load_config(None))]
 
 
 def test_two_different_configurations_are_an_error(accelerated, tmp_path):
     args = arguments(tmp_path, ort_config=yaml(tmp_path, "compute: {attention: products}\n"))
     with pytest.raises(OrtAccelError, match="give only one of them"):
-        ORTTrainer(tiny_bert(), args, ort_config={"compute": {"attention": "auto"}})
+        ORTTrainer(reviewer(), args, ort_config={"compute": {"attention": "auto"}})
     assert not accelerated
 
 
 def test_the_same_configuration_twice_is_not_an_error(accelerated, tmp_path):
     args = arguments(tmp_path, ort_config=yaml(tmp_path, "compute: {attention: products}\n"))
-    ORTTrainer(tiny_bert(), args, ort_config={"compute": {"attention": "products"}})
+    ORTTrainer(reviewer(), args, ort_config={"compute": {"attention": "products"}})
     assert len(accelerated) == 1
 
 
@@ -123,7 +109,7 @@ def test_a_wrong_file_is_refused_before_anything_is_built(accelerated, tmp_path)
     built = []
     args = arguments(tmp_path, ort_config=yaml(tmp_path, "engine:\n  enable: true\n"))
     with pytest.raises(ConfigError, match=r"config.yaml:2:3: engine.enable: .*engine.enabled"):
-        ORTTrainer(args=args, model_init=lambda: built.append(tiny_bert()))
+        ORTTrainer(args=args, model_init=lambda: built.append(reviewer()))
     assert not built
     assert not accelerated
 
@@ -140,7 +126,7 @@ def test_a_file_that_is_not_there_is_named(accelerated, tmp_path, take):
 def test_features_that_are_not_available_are_refused(accelerated, tmp_path):
     config = {"compute": {"generated": {"enabled": True}}, "engine": {"deterministic": True}}
     with pytest.raises(ConfigError, match=r"compute.generated.enabled: times decide which kernels run"):
-        ORTTrainer(tiny_bert(), arguments(tmp_path), ort_config=config)
+        ORTTrainer(reviewer(), arguments(tmp_path), ort_config=config)
     assert not accelerated
 
 
@@ -172,7 +158,7 @@ def test_training_on_the_engine_gives_eagers_losses(tmp_path, source):
 def test_the_model_of_model_init_is_the_one_that_is_accelerated(tmp_path, source):
     args = arguments(tmp_path)
     made = []
-    init = {"model_init": lambda: made.append(tiny_bert()) or made[-1], "train_dataset": samples()}
+    init = {"model_init": lambda: made.append(reviewer()) or made[-1], "train_dataset": samples()}
     trainer = (
         ORTTrainer(args=args, **init)
         if source == "trainer"
@@ -186,29 +172,29 @@ def test_the_model_of_model_init_is_the_one_that_is_accelerated(tmp_path, source
 
 
 def test_a_callback_with_the_trainers_own_configuration_does_its_work(accelerated, tmp_path):
-    trainer = ORTTrainer(tiny_bert(), arguments(tmp_path), callbacks=[ORTAccelCallback()])
+    trainer = ORTTrainer(reviewer(), arguments(tmp_path), callbacks=[ORTAccelCallback()])
     assert len(accelerated) == 1
     assert sum(isinstance(callback, ORTAccelCallback) for callback in trainer.callback_handler.callbacks) == 1
 
 
 def test_a_callback_with_another_configuration_is_an_error(accelerated, tmp_path):
     with pytest.raises(OrtAccelError, match="remove the callback"):
-        ORTTrainer(tiny_bert(), arguments(tmp_path), callbacks=[ORTAccelCallback(OFF)])
+        ORTTrainer(reviewer(), arguments(tmp_path), callbacks=[ORTAccelCallback(OFF)])
 
 
 def test_data_parallel_is_refused_with_its_reason(accelerated, tmp_path):
     args = arguments(tmp_path)
     args._n_gpu = 2
     with pytest.raises(OrtAccelError, match=r"DataParallel.*torchrun --nproc_per_node 2"):
-        ORTTrainer(tiny_bert(), args)
+        ORTTrainer(reviewer(), args)
     assert not accelerated
-    ORTTrainer(tiny_bert(), args, ort_config=OFF)
+    ORTTrainer(reviewer(), args, ort_config=OFF)
 
 
 def test_a_trainer_on_mps_is_refused_with_advice(tmp_path, monkeypatch):
     args = arguments(tmp_path)
     monkeypatch.setattr(TrainingArguments, "device", torch.device("mps"))
-    model = tiny_bert()
+    model = reviewer()
     with pytest.raises(OrtAccelError, match=r"no ONNX Runtime trains there; set use_cpu=True"):
         ORTAccelCallback().on_init_end(args, model=model)
     assert engine.config_of(model) is None

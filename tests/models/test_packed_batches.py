@@ -86,7 +86,7 @@ ONE_ROW, ROWS = PackingCollator(return_flash_attn_kwargs=True), PackingCollator(
 
 @pytest.mark.parametrize(
     ("build", "collator"),
-    mostly_long([(llama, ONE_ROW), (llama, ROWS), (mistral, ROWS), (gpt2, ONE_ROW)], (llama, ONE_ROW), (mistral, ROWS)),
+    mostly_long([(llama, ONE_ROW), (llama, ROWS), (mistral, ROWS), (gpt2, ONE_ROW)], (mistral, ROWS)),
     ids=["one row", "rows", "sliding window", "learned positions"],
 )
 def test_sequences_of_a_row_train_as_alone(build, collator):

@@ -26,7 +26,7 @@ if torch.__version__ < (2, 13):
 LOOPS_OVER_TOKENS = {"mamba"}
 """Whose own code repeats itself for every token, so that no capture can serve two lengths."""
 
-IN_EVERY_RUN = {"bert", "llama", "t5", "vit"}
+IN_EVERY_RUN = {"bert", "llama", "vit"}
 """An encoder, a decoder, both, and one for images."""
 
 MOSTLY_PYTORCH = {"resnet", "mixtral"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -112,15 +113,18 @@ class Tied(nn.Module):
 
 
 ALONE = {"engine": {"run_in_pytorch": ["aten.mm.default", "aten.add.Tensor"]}}
+CONFIGS = {"both": {}, "pytorch": ALONE, "memory": {"memory": {"level": 1}}}
+OPTIONS = {"plain": {}, "padding": {"padding_idx": 2}, "scaled": {"scale_grad_by_freq": True}}
 
 
-@pytest.mark.parametrize("config", [{}, ALONE, {"memory": {"level": 1}}], ids=["both", "pytorch", "memory"])
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 2}, {"scale_grad_by_freq": True}], ids=str)
-@pytest.mark.parametrize("sides", mostly_long([1, 2], 2))
-def test_a_model_trains_as_in_eager_mode(config: dict[str, Any], options: dict[str, Any], sides: int) -> None:
+@pytest.mark.parametrize(
+    ("config", "options", "sides"),
+    mostly_long(product(CONFIGS, OPTIONS, (1, 2)), *((*both, 2) for both in zip(CONFIGS, OPTIONS, strict=True))),
+)
+def test_a_model_trains_as_in_eager_mode(config: str, options: str, sides: int) -> None:
     torch.manual_seed(0)
-    eager = Tied(sides, **options)
-    ours = ort_accel.accelerate(copy.deepcopy(eager), {**config, "observe": {"log_level": "error"}})
+    eager = Tied(sides, **OPTIONS[options])
+    ours = ort_accel.accelerate(copy.deepcopy(eager), {**CONFIGS[config], "observe": {"log_level": "error"}})
     for length in (5, 9, 7, 3):
         ids = torch.randint(0, COUNT, (2, length))
         assert_step_as_eager(eager, ours, ids, labels=ids.flip(1))

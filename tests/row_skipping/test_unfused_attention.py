@@ -13,6 +13,7 @@ from ort_accel.row_skipping.row_demand import SkippableRows
 from ort_accel.row_skipping.row_sets import AllRows
 from tests.row_skipping.modules import Attention, first_tokens, low, padded
 from tests.row_skipping.rewritten import Rewritten, assert_as_eager, padding_left_out, rewritten
+from tests.tiers import all_pairs
 
 Weights = Callable[["WrittenOut", Tensor, Tensor], Tensor]
 """Functions from scores, and a mask that is true for real keys, to weights."""
@@ -189,14 +190,12 @@ NOT_APART: dict[str, Scores] = {
 }
 
 
-@pytest.mark.parametrize("merged", [False, True], ids=["four dimensions", "three"])
-@pytest.mark.parametrize("name", IN_PARTS)
+@pytest.mark.parametrize(("name", "merged"), all_pairs(IN_PARTS, (False, True)))
 def test_scores_may_be_made_of_parts(name: str, merged: bool) -> None:
     padding_left_out(ScoresInParts(IN_PARTS[name], merged=merged, besides=None))
 
 
-@pytest.mark.parametrize("merged", [False, True], ids=["four dimensions", "three"])
-@pytest.mark.parametrize("name", NOT_APART)
+@pytest.mark.parametrize(("name", "merged"), all_pairs(NOT_APART, (False, True)))
 def test_scores_that_are_made_from_other_keys_read_all_of_them(name: str, merged: bool) -> None:
     ids, mask = padded(2, 5, 9)
     assert reads_all(rewritten(ScoresInParts(NOT_APART[name], merged=merged, besides=None), ids, mask))
