@@ -13,12 +13,12 @@ WATCHED := $(PYTHON) .ci/watch.py
 IN_BUILD := PATH="$(CURDIR)/$(DEVELOPED)/bin:$$PATH"
 WITHOUT_LIBRARY := --config-settings wheel.cmake=false
 TEAM := -n 2 --dist worksteal
-ON_BOTH := $(addprefix tests/,executor generated lowering native operators passes runtime engine/test_training.py)
+ON_BOTH := $(addprefix tests/,executor generated/test_training.py lowering native operators runtime engine/test_training.py)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup native wheel sanitize demo test say-inference-only test-training test-inference test-all lint format docs site lock clean
+.PHONY: help setup native wheel sanitize demo test checks say-inference-only test-training test-inference test-all lint format docs site lock clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -78,7 +78,10 @@ demo: ## Fine-tune a small BERT on film reviews, eager PyTorch beside ort_accel
 # Two processes of tests share the cores, so OpenMP's threads sleep rather than spin between loops.
 test test-training test-inference test-all: export OMP_WAIT_POLICY := passive
 
-test: $(if $(IS_NEWER),say-inference-only,lint test-training) test-inference ## What CI runs: all checks, and the tests that are not marked as long
+test: $(if $(IS_NEWER),say-inference-only,checks test-training) test-inference ## What CI runs: all checks, and the tests that are not marked as long
+
+checks: .venv/.ready
+	@$(MAKE) --no-print-directory --jobs 2 lint $(INFERENCE)/.ready # lint keeps one core busy
 
 say-inference-only:
 	@echo "$(PYTHON): onnxruntime-training has no build for a Python newer than 3.12, so only the tests on plain onnxruntime are run; lint and the rest need 3.11 or 3.12"

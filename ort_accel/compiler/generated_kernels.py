@@ -8,7 +8,7 @@ from pathlib import Path
 from ort_accel.compiler.settings import Settings
 from ort_accel.errors import ConfigError, Problem
 from ort_accel.generated.builds import why_no_code
-from ort_accel.generated.takeover import FEATURE, Generator
+from ort_accel.generated.takeover import FEATURE, Generator, GeneratorSettings
 from ort_accel.generated.trial import CLUSTERS, PROGRAM
 from ort_accel.graph.nodes import is_operator
 from ort_accel.reporting.report import Report
@@ -52,11 +52,13 @@ def generator_for(settings: Settings, sessions: Sessions, report: Report) -> Gen
     """Returns the generator of a model; None if no kernels are generated for it."""
     if why_none(settings):
         return None
+    return Generator(sessions, settings.opset, report, generator_settings(settings))
+
+
+def generator_settings(settings: Settings) -> GeneratorSettings:
+    """Returns what is generated for a model, and when."""
     wish, engine = settings.config.compute.generated, settings.config.engine
-    return Generator(
-        sessions,
-        settings.opset,
-        report,
+    return GeneratorSettings(
         workers=wish.workers,
         delay_seconds=_delays(settings),
         least_share=0.0 if wish.enabled is True else LEAST_SHARE,

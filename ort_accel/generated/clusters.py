@@ -67,7 +67,7 @@ SIMPLE_KERNELS = {"add"}
 """Kernels of the native library that do no more than one element-wise operator does."""
 
 MIN_NODES = 2
-MIN_SAVED_BYTES = 1 << 19
+LEAST_SAVED_BYTES = 1 << 19
 """The traffic to memory that a cluster must save, at the sizes of the capture."""
 MAX_NODES = 4000
 """A larger cluster takes too long to compile."""
@@ -92,9 +92,13 @@ def is_free(node: fx.Node) -> bool:
 
 
 def find_clusters(
-    nodes: Sequence[fx.Node], wanted: Collection[fx.Node], called: Calls, operators: Collection[str] | None = None
+    nodes: Sequence[fx.Node],
+    wanted: Collection[fx.Node],
+    called: Calls,
+    operators: Collection[str] | None = None,
+    least_saved_bytes: int = LEAST_SAVED_BYTES,
 ) -> list[Cluster]:
-    """Returns the clusters of a segment that save enough memory traffic, described.
+    """Returns the clusters of a segment that save so much memory traffic, described.
 
     They contain only these operators, such as `aten.mul.Tensor`, if some are given.
     """
@@ -103,7 +107,7 @@ def find_clusters(
     for members in _components(nodes, called, operators):
         if MIN_NODES <= len(members) <= MAX_NODES:
             cluster = _cluster(members, readers)
-            if cluster.saved_bytes < MIN_SAVED_BYTES or not cluster.outputs:
+            if cluster.saved_bytes < least_saved_bytes or not cluster.outputs:
                 continue
             try:
                 cluster.describe()

@@ -24,7 +24,7 @@ from ort_accel.executor.build_model import build
 from ort_accel.executor.ort_segment import Fallback, OrtSegment
 from ort_accel.executor.program import Run
 from ort_accel.generated.builds import build_version, compile_parts, load_kernels
-from ort_accel.generated.clusters import Cluster, find_clusters
+from ort_accel.generated.clusters import LEAST_SAVED_BYTES, Cluster, find_clusters
 from ort_accel.generated.program import InductorProgram
 from ort_accel.generated.replace import SegmentGraph, replace_clusters
 from ort_accel.generated.trial import CLUSTERS, NONE_FASTER, OPERATORS, PROGRAM, Candidate, WatchedSegment
@@ -79,32 +79,36 @@ class Queue:
     spent_seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class GeneratorSettings:
+    """The generated code that is wished for, when it is compiled, and where it is kept."""
+
+    workers: int = 1
+    delay_seconds: Mapping[str, float] = field(default_factory=lambda: {CLUSTERS: 0.0})
+    """The ways to run that are tried, and how long the segments that wait for one run before that."""
+    least_share: float = 0.0
+    """The share of a run that clusters must be able to save."""
+    least_saved_bytes: int = LEAST_SAVED_BYTES
+    """The traffic to memory that a cluster must save."""
+    operators: frozenset[str] | None = None
+    """The only operators that clusters contain, if given."""
+    folder: Path | None = None
+    """Keeps generated code for the next start."""
+    sources: Path | None = None
+    """Gets the text of generated code, for people."""
+
+
 class Generator:
     """Compiles and keeps the generated code of one model."""
 
     def __init__(
-        self,
-        sessions: Sessions,
-        opset: int,
-        report: Report,
-        workers: int = 1,
-        delay_seconds: Mapping[str, float] | None = None,
-        least_share: float = 0.0,
-        operators: frozenset[str] | None = None,
-        folder: Path | None = None,
-        sources: Path | None = None,
+        self, sessions: Sessions, opset: int, report: Report, settings: GeneratorSettings | None = None
     ) -> None:
-        """`folder` keeps generated code for the next start, and `sources` its text for people.
-
-        A way to run is tried if `delay_seconds` names it, when the segments that wait for it have run for that long.
-        Clusters are compiled if they can save `least_share` of a run. They contain only `operators`, if given.
-        """
-        self.report = report
-        self._queues = {way: Queue(delay) for way, delay in (delay_seconds or {CLUSTERS: 0.0}).items()}
-        self._least_share = least_share
-        self._sessions, self._opset, self._operators, self._sources = sessions, opset, operators, sources
+        self.report, self.settings = report, settings or GeneratorSettings()
+        self._queues = {way: Queue(delay) for way, delay in self.settings.delay_seconds.items()}
+        self._sessions, self._opset, folder = sessions, opset, self.settings.folder
         self._files = SignedFiles(folder, SUFFIX, report) if folder is not None else None
-        self._slots = threading.Semaphore(workers)
+        self._slots = threading.Semaphore(self.settings.workers)
         self._used = weakref.WeakKeyDictionary[WatchedSegment, Candidate]()
 
     def __reduce__(self) -> Any:
@@ -197,7 +201,7 @@ class Generator:
             self._deliver(watched, candidate, is_kept=True)
 
     def _compiled(self, parts: Mapping[str, Cluster] | Mapping[str, WholeGraph]) -> tuple[bytes, dict[str, Outcome]]:
-        library, outcomes = compile_parts(parts, self._sources) if parts else (b"", {})
+        library, outcomes = compile_parts(parts, self.settings.sources) if parts else (b"", {})
         LOG.debug("generated code: %s", outcomes)
         return library, outcomes
 
@@ -235,7 +239,8 @@ class Generator:
         """Returns the clusters of a segment by the names of their kernels. Equal clusters share a kernel."""
         graph, by_name = watched.graph, dict[str, list[Cluster]]()
         assert graph is not None
-        for cluster in find_clusters(graph.body.nodes, graph.wanted, graph.called, self._operators):
+        operators, least = self.settings.operators, self.settings.least_saved_bytes
+        for cluster in find_clusters(graph.body.nodes, graph.wanted, graph.called, operators, least):
             by_name.setdefault(_kernel_name(cluster), []).append(cluster)
         return by_name
 
@@ -243,7 +248,7 @@ class Generator:
         """Returns the clusters; none if they can save too small a share of a run to be worth compiling."""
         found = [cluster for equal in clusters.values() for cluster in equal]
         seconds = sum(each.saved_bytes / BYTES_A_SECOND + (len(each.nodes) - 1) * CALL_SECONDS for each in found)
-        return clusters if seconds >= self._least_share * watched.seconds else {}
+        return clusters if seconds >= self.settings.least_share * watched.seconds else {}
 
     def _with_kernels(
         self,
@@ -292,7 +297,8 @@ class Generator:
         self._files.put(self._key(segment), dumped(kept, {}))
 
     def _key(self, segment: OrtSegment) -> str:
-        return hashlib.sha256(f"{build_version()}\n{segment.fingerprint()}\n{self._operators}".encode()).hexdigest()
+        text = f"{build_version()}\n{segment.fingerprint()}\n{self.settings.operators}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def _objects(self, segment: OrtSegment) -> dict[str, object]:
         return {"sessions": self._sessions, "segment": segment, "record": segment.record}

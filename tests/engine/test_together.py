@@ -74,13 +74,18 @@ def test_each_process_reports_what_happened_to_it_alone(see):
 
 @pytest.mark.parametrize(
     ("how", "code"),
-    [
+    mostly_long(
+        [
+            ("kill -9", -signal.SIGKILL),
+            ("an error", 1),
+            ("a shorter dataset", 0),
+            ("no memory in the engine", 1),
+            ("no memory in PyTorch", 1),
+        ],
         ("kill -9", -signal.SIGKILL),
-        ("an error", 1),
         ("a shorter dataset", 0),
         ("no memory in the engine", 1),
-        ("no memory in PyTorch", 1),
-    ],
+    ),
     ids=str,
 )
 def test_nobody_waits_for_a_process_that_is_gone(tmp_path, how, code):

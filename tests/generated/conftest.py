@@ -9,11 +9,11 @@ import torch
 from packaging.version import Version
 
 from ort_accel.compiler import generated_kernels
-from ort_accel.generated import clusters, program, takeover, trial
+from ort_accel.generated import program, takeover, trial
 from ort_accel.generated.builds import OLDEST_TORCH
 from ort_accel.generated.trial import PROGRAM
 from ort_accel.generated.worker import Outcome
-from tests.generated.watched import Clock, Compiler, before_each_run, spy, wait
+from tests.generated.watched import Clock, Compiler, all_clusters_count, before_each_run, spy, wait
 
 if Version(torch.__version__) < OLDEST_TORCH:  # nothing is generated there
     collect_ignore_glob = ["test_*.py"]
@@ -40,7 +40,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     monkeypatch.setattr(takeover, "load_kernels", lambda library, names: None)
     monkeypatch.setattr(program, "load_library", lambda library: None)
     monkeypatch.delitem(generated_kernels.DELAY_SECONDS, PROGRAM)
-    monkeypatch.setattr(clusters, "MIN_SAVED_BYTES", -(1 << 40))
+    all_clusters_count(monkeypatch)
     yield found
     found.may_go_on.set()
     wait()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ort_accel.generated import builds, clusters
+from ort_accel.generated import builds
 from ort_accel.generated.builds import NoKernels, compile_parts, load_kernels, why_no_code
 from ort_accel.generated.clusters import Cluster
 from ort_accel.generated.replace import replace_clusters
@@ -52,11 +52,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
             super().__init__(command, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clusters, "MIN_SAVED_BYTES", -(1 << 40))
         patch.setattr(subprocess, "Popen", Started)
         traced = Traced(function, (normal(40, 24), normal(40, 24)), "symbolic")
-        (unable,) = Traced(lambda x, y: torch.gcd(x * 2, y) * 3, (whole(8, 8), whole(8, 8))).clusters()
-        found = {f"test_builds_{at}": cluster for at, cluster in enumerate([*traced.clusters(), unable])}
+        (unable,) = Traced(lambda x, y: torch.gcd(x * 2, y) * 3, (whole(8, 8), whole(8, 8))).all_clusters()
+        found = {f"test_builds_{at}": cluster for at, cluster in enumerate([*traced.all_clusters(), unable])}
         library, outcomes = compile_parts(found, sources)
         yield Built(traced, found, library, outcomes, sources, commands)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from ort_accel.generated import clusters
-from ort_accel.generated.clusters import MIN_SAVED_BYTES, Cluster, find_clusters, is_free
+from ort_accel.generated.clusters import LEAST_SAVED_BYTES, Cluster, find_clusters, is_free
 from ort_accel.generated.description import Layout
 from ort_accel.graph.meta_keys import RUNS_AFTER
 from ort_accel.graph.nodes import is_random
@@ -268,7 +268,7 @@ def test_only_the_given_operators_are_members() -> None:
 
 
 def test_a_cluster_that_saves_too_little_is_left_out() -> None:
-    rows = MIN_SAVED_BYTES // (2 * 4 * 512)
+    rows = LEAST_SAVED_BYTES // (2 * 4 * 512)
     assert Traced(lambda x: x.sin().exp(), (normal(rows, 512),)).operators() == [["sin", "exp"]]
     assert Traced(lambda x: x.sin().exp(), (normal(rows - 1, 512),)).operators() == []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ort_accel.generated import clusters
 from ort_accel.generated.builds import why_no_code
 from ort_accel.generated.clusters import Cluster
 from ort_accel.generated.description import Description, Layout
@@ -39,7 +38,7 @@ class Kernel:
     def __init__(self, name: str) -> None:
         case = CASES[name]
         self._traced = Traced(case.function, case.batches[0], case.mode)
-        (self.cluster,) = self._traced.clusters()
+        (self.cluster,) = self._traced.all_clusters()
         self.name = f"of_{name.replace(' ', '_')}"
         self._description = Description(self.cluster.source, name)
         self.source = written(self.name, self.cluster)
@@ -80,17 +79,15 @@ def filled(layout: Layout) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Kernel]]:
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kernel]:
     """The kernels of all cases, which are compiled once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clusters, "MIN_SAVED_BYTES", -(1 << 40))
-        found = {name: Kernel(name) for name in CASES}
-        source = tmp_path_factory.mktemp("kernels") / "kernels.cpp"
-        source.write_text(PREAMBLE + "".join(kernel.source.text for kernel in found.values()))
-        library = ctypes.CDLL(str(compile_library(source)))
-        for kernel in found.values():
-            kernel.load(library)
-        yield found
+    found = {name: Kernel(name) for name in CASES}
+    source = tmp_path_factory.mktemp("kernels") / "kernels.cpp"
+    source.write_text(PREAMBLE + "".join(kernel.source.text for kernel in found.values()))
+    library = ctypes.CDLL(str(compile_library(source)))
+    for kernel in found.values():
+        kernel.load(library)
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -144,9 +141,8 @@ def test_kernels_run_in_as_many_threads_as_pytorch_has(kernels: dict[str, Kernel
         torch.set_num_threads(threads)
 
 
-def test_an_operator_that_inductor_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clusters, "MIN_SAVED_BYTES", -(1 << 40))
-    (cluster,) = Traced(lambda x, y: torch.gcd(x * 2, y) * 3, (whole(8, 8), whole(8, 8))).clusters()
+def test_an_operator_that_inductor_calls_is_refused() -> None:
+    (cluster,) = Traced(lambda x, y: torch.gcd(x * 2, y) * 3, (whole(8, 8), whole(8, 8))).all_clusters()
     with pytest.raises(CannotGenerate, match="Inductor calls more than kernels: aten::gcd"):
         written("refused", cluster)
 

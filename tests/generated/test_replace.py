@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ort_accel.generated import clusters
-from ort_accel.generated.clusters import Cluster
+from ort_accel.generated.clusters import Cluster, find_clusters
 from ort_accel.generated.replace import SegmentGraph, generated_kernel, replace_clusters
 from ort_accel.graph.meta_keys import RUNS_AFTER
 from ort_accel.graph.nodes import is_random
@@ -20,16 +19,11 @@ from ort_accel.kernels.kernel_call import KernelCall
 from ort_accel.native.library import native_library
 from tests.executor.one_session import all_called
 from tests.generated.python_kernels import PythonKernel, in_python
-from tests.generated.traced import Session, Traced, kernels_first, normal
+from tests.generated.traced import ANY_BYTES, Session, Traced, kernels_first, normal
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native library was not built")
 functional = nn.functional
 X, Y = normal(24, 24), normal(12, 2, 24).view(24, 24)
-
-
-@pytest.fixture(autouse=True)
-def small_clusters_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clusters, "MIN_SAVED_BYTES", -(1 << 40))
 
 
 class Replaced:
@@ -40,7 +34,7 @@ class Replaced:
     ) -> None:
         self.traced = Traced(function, args, mode, kernels_first if native else all_called)
         self.clusters: dict[str, list[Cluster]] = {}
-        for cluster in self.traced.clusters():
+        for cluster in self.traced.all_clusters():
             self.clusters.setdefault(f"test_replace_{abs(hash(cluster.source))}", []).append(cluster)
         self.kernels: Mapping[str, PythonKernel] = in_python(self.clusters)
         self.segment: SegmentGraph = replace_clusters(self.traced.segment, self.clusters)
@@ -184,9 +178,8 @@ def test_a_result_that_only_a_kernel_reads_is_an_output() -> None:
     other = KernelCall(kernel.name, (named["mul"], *kernel.arguments[1:]))
     calls = {**traced.segment.called, named["add"]: other}
     segment = SegmentGraph(body, traced.segment.wanted, calls)
-    found = clusters.find_clusters(
-        body.nodes, segment.wanted, calls, {"aten.sin.default", "aten.mul.Tensor", "aten.cos.default"}
-    )
+    operators = {"aten.sin.default", "aten.mul.Tensor", "aten.cos.default"}
+    found = find_clusters(body.nodes, segment.wanted, calls, operators, ANY_BYTES)
     (cluster,) = found
     assert [str(node) for node in cluster.outputs] == ["mul", "cos"]
     in_python({"test_replace_reads": [cluster]})

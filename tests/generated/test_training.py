@@ -27,7 +27,7 @@ from ort_accel.compiler.settings import resolve
 from ort_accel.config import load_config
 from ort_accel.eager import comparison, turns
 from ort_accel.errors import ConfigError
-from ort_accel.generated import builds, clusters, trial
+from ort_accel.generated import builds, trial
 from ort_accel.generated.builds import why_no_code
 from ort_accel.generated.takeover import COMPILING, FEATURE, Generator
 from ort_accel.generated.trial import CLUSTERS, OPERATORS, PROGRAM
@@ -40,7 +40,7 @@ from ort_accel.runtime.sessions import Sessions
 from tests.against_eager import assert_same, pair, report, step
 from tests.forked import asked
 from tests.generated.traced import normal
-from tests.generated.watched import MANY, Compiler, files, spy, wait
+from tests.generated.watched import MANY, Compiler, all_clusters_count, files, spy, wait
 from tests.tiers import mostly_long
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native library was not built")
@@ -239,7 +239,7 @@ def test_a_folder_that_cannot_be_written_to_leaves_a_run_that_trains(
 
 @needs_compiler
 def test_a_process_that_is_killed_leaves_a_run_that_trains(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clusters, "MIN_SAVED_BYTES", -(1 << 40))
+    all_clusters_count(monkeypatch)
     start, killed = subprocess.Popen, []
 
     def kill(*args: Any, **options: Any) -> Any:
@@ -261,7 +261,7 @@ def test_a_process_that_is_killed_leaves_a_run_that_trains(runs: list[str], monk
 def test_a_compiler_that_fails_leaves_a_run_that_trains(
     runs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clusters, "MIN_SAVED_BYTES", -(1 << 40))
+    all_clusters_count(monkeypatch)
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\necho no room for code >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -487,8 +487,9 @@ def test_a_second_process_compiles_nothing_and_runs_kept_code_in_its_first_step(
 
 ENDS_SOON = """
 import subprocess, threading
-from ort_accel.generated import clusters
+import pytest
 from tests.generated.test_training import Model, Training, config
+from tests.generated.watched import all_clusters_count
 
 def sleep(command, start=subprocess.Popen, **rest):
     process = start(["sleep", "600"], **rest)
@@ -497,7 +498,7 @@ def sleep(command, start=subprocess.Popen, **rest):
     return process
 
 started = threading.Event()
-clusters.MIN_SAVED_BYTES = 0
+all_clusters_count(pytest.MonkeyPatch())
 subprocess.Popen = sleep
 Training(config(), Model(16))(6, 9)
 assert started.wait(60)

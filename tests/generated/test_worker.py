@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ort_accel.generated import clusters, inductor, worker
+from ort_accel.generated import inductor, worker
 from ort_accel.generated.builds import why_no_code
 from ort_accel.generated.clusters import Cluster
 from ort_accel.generated.description import Description
@@ -29,10 +29,8 @@ from tests.generated.traced import Traced, normal
 
 
 def cluster_of(function: Callable[..., Any], *args: Tensor, mode: str = "symbolic") -> Cluster:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clusters, "MIN_SAVED_BYTES", -(1 << 40))
-        (found,) = Traced(function, args, mode).clusters()
-        return found
+    (found,) = Traced(function, args, mode).all_clusters()
+    return found
 
 
 X, Y = normal(34, 21), normal(21, 34)

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ort_accel.executor.build_model import build
 from ort_accel.executor.ort_segment import Fallback, OrtSegment
-from ort_accel.generated.clusters import Cluster, find_clusters
+from ort_accel.generated.clusters import LEAST_SAVED_BYTES, Cluster, find_clusters
 from ort_accel.generated.replace import SegmentGraph
 from ort_accel.graph.nodes import op_name, returned
 from ort_accel.graph.symbolic_sizes import SymbolSource
@@ -30,6 +30,10 @@ from tests.executor.one_session import OPSET, all_called
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Random numbers, the same for the same shape."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+ANY_BYTES = -(1 << 40)
+"""Clusters of small tensors may read more than they save."""
 
 
 def kernels_first(given: Assignment) -> Mapping[fx.Node, Refusal]:
@@ -63,10 +67,14 @@ class Traced:
         nodes = [node for node in assignment.runner if node not in assignment.free]
         return SegmentGraph(body_of(nodes, wanted, assignment.free), wanted, assignment.called)
 
-    def clusters(self, operators: Collection[str] | None = None) -> list[Cluster]:
-        """Returns the clusters that save enough."""
+    def clusters(self, operators: Collection[str] | None = None, least: int = LEAST_SAVED_BYTES) -> list[Cluster]:
+        """Returns the clusters that save so many bytes."""
         segment = self.segment
-        return find_clusters(segment.body.nodes, segment.wanted, segment.called, operators)
+        return find_clusters(segment.body.nodes, segment.wanted, segment.called, operators, least)
+
+    def all_clusters(self) -> list[Cluster]:
+        """Returns the clusters, however little they save."""
+        return self.clusters(least=ANY_BYTES)
 
     def operators(self, operators: Collection[str] | None = None) -> list[list[str]]:
         """Returns the names of each cluster's operators, without namespace and overload."""

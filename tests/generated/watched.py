@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from ort_accel.compiler import generated_kernels
 from ort_accel.executor.build_model import build
 from ort_accel.executor.ort_segment import Fallback, OrtSegment
 from ort_accel.generated import trial
 from ort_accel.generated.clusters import Cluster
 from ort_accel.generated.program import InductorProgram
-from ort_accel.generated.takeover import SUFFIX, Generator
+from ort_accel.generated.takeover import SUFFIX, Generator, GeneratorSettings
 from ort_accel.generated.trial import CLUSTERS, OPERATORS, PROGRAM
 from ort_accel.generated.whole_graph import WholeGraph
 from ort_accel.generated.worker import Outcome
@@ -26,7 +28,7 @@ from ort_accel.runtime.session import SessionSettings
 from ort_accel.runtime.sessions import Sessions
 from tests.executor.one_session import OPSET
 from tests.generated.python_kernels import PythonKernel
-from tests.generated.traced import Arguments, Traced, normal
+from tests.generated.traced import ANY_BYTES, Arguments, Traced, normal
 
 THREAD = "ort_accel kernels"
 MANY = 2 * (trial.TRIED_RUNS + 1)
@@ -59,6 +61,14 @@ def before_each_run(patch: pytest.MonkeyPatch, tell: Callable[[str], None]) -> N
 
     patch.setattr(OrtSegment, "__call__", in_session)
     patch.setattr(InductorProgram, "__call__", in_program)
+
+
+def all_clusters_count(patch: pytest.MonkeyPatch) -> None:
+    """Kernels are generated in models for clusters that save too little, too."""
+    settings = generated_kernels.generator_settings
+    patch.setattr(
+        generated_kernels, "generator_settings", lambda of: replace(settings(of), least_saved_bytes=ANY_BYTES)
+    )
 
 
 def spy(patch: pytest.MonkeyPatch) -> list[str]:
@@ -161,7 +171,9 @@ class Watched:
         self.traced = Traced(run, (normal(12, 8), normal(12, 8)), "symbolic")
         self.report = options.pop("report", None) or Report()
         sessions = Sessions(SessionSettings(threads=2))
-        self.generator = options.pop("generator", None) or Generator(sessions, OPSET, self.report, **options)
+        self.generator = options.pop("generator", None) or Generator(
+            sessions, OPSET, self.report, GeneratorSettings(**{"least_saved_bytes": ANY_BYTES, **options})
+        )
         graph = self.traced.segment
         model = build(graph.body, graph.wanted, OPSET, graph.called)
         self.segment = OrtSegment(model, sessions, no, Fallback(fail, no), "test")

@@ -1,6 +1,6 @@
 """torch's own samples of its operators give eager's results and gradients through the backend.
 
-All operators with a lowering of their own, and every fifth of the others. `benchmarks/op_sweep.py` takes all.
+All operators with a lowering of their own, and some of the others. `benchmarks/op_sweep.py` takes all.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from torch.testing._internal.opinfo.core import OpInfo
 
 from benchmarks.op_parity import Verdict, check, full_name, operators
 from ort_accel.lowering.registry import lowerings
+from tests.tiers import mostly_long
 
 LOWERED = {target.__name__.split(".")[0].strip("_") for target in lowerings()}
 """Names of the ATen operators that have a lowering: `softmax` for `aten._softmax.default`."""
@@ -29,7 +30,7 @@ def test_an_operator_with_a_lowering_equals_eager(op: OpInfo) -> None:
     assert outcome.verdict is Verdict.MATCH, outcome.detail
 
 
-@pytest.mark.parametrize("op", OTHERS, ids=full_name)
+@pytest.mark.parametrize("op", mostly_long(OTHERS, *OTHERS[::4]), ids=full_name)
 def test_any_other_operator_equals_eager(op: OpInfo) -> None:
     outcome = check(op)
     assert outcome.verdict in {Verdict.MATCH, Verdict.SAME_FAULT}, outcome.detail

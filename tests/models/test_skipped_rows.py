@@ -185,9 +185,7 @@ ON_THE_ENGINE = ("bert", "bart", "falcon")
 
 ONE_OF_EACH_MECHANISM = (
     "bert, its attention written out",
-    "deberta-v2",
     "gpt2",
-    "llama, with its cache",
     "llama, by the last token",
     "qwen3, with experts",
     "t5",

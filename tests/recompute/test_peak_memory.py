@@ -45,7 +45,6 @@ def train(results, name, config, native):
     mostly_long(
         product(["bert", "llama"], [True, False], [{"level": 0}, {"level": 1}]),
         ("llama", True, {"level": 1}),
-        ("bert", False, {"level": 0}),
     ),
     ids=[
         f"{name}, {sessions}, {how}"

@@ -5,8 +5,11 @@ import sys
 
 import pytest
 
+from tests.tiers import mostly_long
+
 LOOK = """
 import torch.utils.checkpoint
+from tests.tiers import mostly_long
 before = torch.utils.checkpoint.checkpoint
 {imports}
 assert torch.utils.checkpoint.checkpoint is before, torch.utils.checkpoint.checkpoint
@@ -19,11 +22,14 @@ def run(code):
 
 @pytest.mark.parametrize(
     "imports",
-    [
-        "from ort_accel import accelerate",
+    mostly_long(
+        [
+            "from ort_accel import accelerate",
+            "import onnxruntime; from ort_accel import accelerate",
+            "from ort_accel.runtime.installed_ort import installed_runtime; installed_runtime()",
+        ],
         "import onnxruntime; from ort_accel import accelerate",
-        "from ort_accel.runtime.installed_ort import installed_runtime; installed_runtime()",
-    ],
+    ),
 )
 def test_torchs_checkpoint_function_stays_torchs(imports):
     done = run(LOOK.format(imports=imports))
