@@ -7,15 +7,21 @@ from itertools import count
 import pytest
 import torch
 from torch._dynamo.pgo import reset_code_state
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ort_accel.eager import comparison
 from tests.pretend_cuda import cuda_device
+from tests.shape_caches import clear_shape_caches
 
 __all__ = ["cuda_device"]
 
 WHY_NOT = comparison.why_not
 TESTS_RUN = count(1)
+
+
+def freeze_what_is_left() -> None:
+    """Have the garbage collector pass over all objects that exist now."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_finish() -> None:
@@ -27,8 +33,7 @@ def pytest_collection_finish() -> None:
     for devices in (torch.cuda, torch.xpu, torch.mtia):
         if not devices.is_available():
             devices.manual_seed_all = lambda seed: None
-    gc.collect()
-    gc.freeze()
+    freeze_what_is_left()
     gc.set_threshold(20_000, 20, 20)
 
 
@@ -53,15 +58,12 @@ def compared_with_eager(monkeypatch, engine_runs_every_step) -> None:
 
 
 @pytest.fixture(autouse=True)
-def shapes_are_forgotten() -> Iterator[None]:
-    """Free what PyTorch cached of a test's shapes: its caches hold hundreds of traced graphs for the collector."""
+def earlier_tests_are_forgotten() -> Iterator[None]:
+    """Keep compilations as fast as in the first test: each collects garbage, also of earlier ones."""
     yield
-    for method in vars(ShapeEnv).values():
-        if hasattr(method, "cache_clear"):
-            method.cache_clear()
-    if next(TESTS_RUN) % 100 == 0:  # each compilation collects garbage, and would walk through what Dynamo keeps
-        gc.collect()
-        gc.freeze()
+    clear_shape_caches()
+    if next(TESTS_RUN) % 100 == 0:
+        freeze_what_is_left()
 
 
 @pytest.fixture(autouse=True)

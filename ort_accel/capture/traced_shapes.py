@@ -17,12 +17,18 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 _NOTED: ContextVar[list[ShapeEnv] | None] = ContextVar("shapes of graphs that Dynamo is compiling", default=None)
 
 
+def shape_env() -> ShapeEnv | None:
+    """Return the shapes of the graph that is being captured; None if it has none."""
+    context = TracingContext.try_get()
+    mode = None if context is None else context.fake_mode
+    return None if mode is None else mode.shape_env
+
+
 def note_shapes() -> None:
     """Note the shapes of the graph that Dynamo hands to its backend."""
-    context, noted = TracingContext.try_get(), _NOTED.get()
-    mode = None if context is None else context.fake_mode
-    if noted is not None and mode is not None and mode.shape_env is not None:
-        noted.append(mode.shape_env)
+    shapes, noted = shape_env(), _NOTED.get()
+    if shapes is not None and noted is not None:
+        noted.append(shapes)
 
 
 @contextmanager

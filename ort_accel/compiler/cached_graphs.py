@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import fx
 
+from ort_accel.capture.traced_shapes import shape_env
 from ort_accel.compiler.autograd_graphs import CompiledGraph
 from ort_accel.compiler.row_dispatch import RowDispatch, RowSkippingPolicy, hints
 from ort_accel.compiler.settings import Settings
 from ort_accel.graph_cache.aot_results import has_records, results_can_be_kept
-from ort_accel.graph_cache.store import SUFFIX, CompilationRecord, GraphStore, StoredGraph, named_parts, shape_env
+from ort_accel.graph_cache.store import SUFFIX, CompilationRecord, GraphStore, StoredGraph, named_parts
 from ort_accel.reporting.report import Report
 from ort_accel.runtime.signed_files import SignedFiles
 

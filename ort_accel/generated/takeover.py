@@ -101,10 +101,8 @@ class GeneratorSettings:
 class Generator:
     """Compiles and keeps the generated code of one model."""
 
-    def __init__(
-        self, sessions: Sessions, opset: int, report: Report, settings: GeneratorSettings | None = None
-    ) -> None:
-        self.report, self.settings = report, settings or GeneratorSettings()
+    def __init__(self, sessions: Sessions, opset: int, report: Report, settings: GeneratorSettings) -> None:
+        self.report, self.settings = report, settings
         self._queues = {way: Queue(delay) for way, delay in self.settings.delay_seconds.items()}
         self._sessions, self._opset, folder = sessions, opset, self.settings.folder
         self._files = SignedFiles(folder, SUFFIX, report) if folder is not None else None

@@ -129,12 +129,6 @@ class CompilationRecord:
         return StoredGraph(run, entries, guards, graphs, time.perf_counter() - self._begin)
 
 
-def shape_env() -> ShapeEnv | None:
-    """Return the shape environment of the graph that is being captured; None if it has none."""
-    mode = TracingContext.get().fake_mode
-    return None if mode is None else mode.shape_env
-
-
 def named_parts(module: fx.GraphModule) -> dict[str, Any]:
     """Return a captured graph and its own tensors by the names with which a kept graph refers to them."""
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}

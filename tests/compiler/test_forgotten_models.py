@@ -11,6 +11,7 @@ from torch._dynamo import eval_frame
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import ort_accel
+from tests.shape_caches import clear_shape_caches
 
 
 class Plain(nn.Module):
@@ -49,9 +50,7 @@ def test_deleting_a_model_frees_the_shapes_it_was_traced_with() -> None:
     """Fake tensors of dynamic sizes hold them from C++."""
 
     def shapes() -> int:
-        for method in vars(ShapeEnv).values():
-            if hasattr(method, "cache_clear"):
-                method.cache_clear()
+        clear_shape_caches()
         gc.collect()
         return sum(type(item) is ShapeEnv for item in gc.get_objects())
 

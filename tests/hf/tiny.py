@@ -31,7 +31,6 @@ ROOT = Path(__file__).parents[2]
 
 class ReviewerConfig(PreTrainedConfig):
     model_type = "reviewer"
-    num_labels = 2
     initializer_range = 0.5
 
 

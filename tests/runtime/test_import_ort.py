@@ -9,7 +9,6 @@ from tests.tiers import mostly_long
 
 LOOK = """
 import torch.utils.checkpoint
-from tests.tiers import mostly_long
 before = torch.utils.checkpoint.checkpoint
 {imports}
 assert torch.utils.checkpoint.checkpoint is before, torch.utils.checkpoint.checkpoint
