@@ -13,7 +13,7 @@ WATCHED := $(PYTHON) .ci/watch.py
 IN_BUILD := PATH="$(CURDIR)/$(DEVELOPED)/bin:$$PATH"
 WITHOUT_LIBRARY := --config-settings wheel.cmake=false
 TEAM := -n 2 --dist worksteal
-ON_BOTH := $(addprefix tests/,executor generated/test_training.py lowering native operators runtime engine/test_training.py)
+ON_BOTH := $(addprefix tests/,executor generated/test_starts.py generated/test_training.py lowering native operators runtime engine/test_training.py)
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +17,12 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import ort_accel
+from benchmarks.cuda_bench import DTYPES, FP32, HALF, Bench, Finding, Options, accelerated, peak_of_steps
+from benchmarks.cuda_offload import check_offload
 from benchmarks.op_parity import Verdict, check, full_name, operators
-from ort_accel.cli.benchmark.contenders import EAGER, INDUCTOR, ORT_ACCEL, Trace, distances
+from ort_accel.cli.benchmark.contenders import EAGER, INDUCTOR, ORT_ACCEL, distances
 from ort_accel.cli.benchmark.timing import compare, in_turns, summary
-from ort_accel.cli.benchmark.workload import Batch, Workload, batch_of, build
-from ort_accel.recompute import planner
-from ort_accel.recompute.budget import MemoryPlan
-from ort_accel.recompute.cost import FLOPS_PER_MS
-from ort_accel.recompute.offload_schedule import LINK_BYTES_PER_MS
+from ort_accel.cli.benchmark.workload import Workload
 from ort_accel.runtime.installed_ort import installed_runtime
 
 # fmt: off
@@ -41,88 +38,12 @@ OPERATORS = frozenset([
 # fmt: on
 """Those of torch's own tests that models are made of."""
 
-FP32, HALF = 1e-4, 3.0
-"""How far a gradient may be from eager's, as a share of its length; in 16 bits, how many times eager's own distance."""
-
 KERNELS_LISTED = 30
 """The kernels of a profiled step that are written down, the longest first."""
 
 DEFAULT = "ort_accel, as it comes"
 STEPS_TO_DECIDE = 24
 """Steps in which ort_accel finds out whether the engine or eager PyTorch is faster."""
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-Options = Mapping[str, Any]
-
-
-@dataclass
-class Finding:
-    """One thing that was looked at."""
-
-    name: str
-    is_right: bool
-    detail: str = ""
-    seconds: float = 0.0
-
-
-@dataclass
-class Bench:
-    """A device, and sizes that suit it."""
-
-    device: torch.device
-    tiny: bool
-    rounds: int = 10
-    findings: list[Finding] = field(default_factory=list)
-    figures: dict[str, str] = field(default_factory=dict)
-    """Single figures that the checks measured."""
-    times: list[dict[str, Any]] = field(default_factory=list)
-    """Steps that were timed beside eager and Inductor."""
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    def workload(self, model: str, **sizes: Any) -> Workload:
-        """A model of the size that is measured."""
-        small = {"hidden": 32, "layers": 2, "heads": 2, "batch": 2, "length": 12, "vocab": 100}
-        large = {"hidden": 768, "layers": 12, "heads": 12, "batch": 16, "length": 256, "vocab": 30522}
-        return Workload(model=model, **({**(small if self.tiny else large), **sizes}))
-
-    def model(self, workload: Workload) -> tuple[nn.Module, Batch]:
-        """The model of a workload and its batch, on the device."""
-        batch = {name: item.to(self.device) for name, item in batch_of(workload).items()}
-        return build(workload).to(self.device), batch
-
-    def autocast(self, precision: str) -> AbstractContextManager[Any]:
-        """Autocast to a type of 16 bits; nothing for `fp32`."""
-        if precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.device.type, DTYPES[precision])
-
-    def step(self, model: nn.Module, batch: Batch, precision: str = "fp32") -> Trace:
-        """One step from a fixed seed, with its loss and gradients."""
-        torch.manual_seed(0)
-        model.zero_grad(set_to_none=True)
-        with self.autocast(precision):
-            loss = model(**batch).loss
-        loss.backward()
-        found = {name: parameter.grad for name, parameter in model.named_parameters()}
-        return Trace(float(loss.detach()), {name: grad.clone() for name, grad in found.items() if grad is not None})
-
-    def settle(self) -> None:
-        """Wait for the device."""
-        if self.is_cuda:
-            torch.cuda.synchronize()
-
-    def looked(self, name: str, look: Callable[[], str]) -> None:
-        """Run one check and note the fault it returns or raises; an empty text is no fault."""
-        begin = time.perf_counter()
-        try:
-            fault = look()
-        except Exception as error:
-            fault = f"{type(error).__name__}: {str(error)[:1000]}"
-        self.findings.append(Finding(name, not fault, fault, round(time.perf_counter() - begin, 2)))
 
 
 @dataclass(frozen=True)
@@ -169,13 +90,6 @@ def timing(workload: Workload, precision: str, *, with_default: bool = False) ->
     """One check that times a step."""
     name = f"time of {dataclasses.replace(workload, precision=precision)}"
     return Check(name, lambda bench: measure(bench, workload, precision, with_default=with_default))
-
-
-def accelerated(model: nn.Module, **options: Options) -> nn.Module:
-    """A copy of a model whose every step runs on the engine."""
-    engine = {"compare_with_eager": False, **options.pop("engine", {})}
-    config = {"version": 1, "observe": {"log_level": "error"}, "engine": engine, **options}
-    return ort_accel.accelerate(copy.deepcopy(model), config)
 
 
 def check_provider(bench: Bench) -> None:
@@ -325,101 +239,6 @@ def _is_pytorchs(bench: Bench, size: Workload) -> str:
             bench.step(one, batch)
         peaks.append(torch.cuda.max_memory_allocated() - before)
     return "" if peaks[1] > peaks[0] / 4 else f"PyTorch counts {peaks[1]:,} bytes, {peaks[0]:,} in eager mode"
-
-
-def check_offload(bench: Bench) -> None:
-    """Move values to host memory between forward and backward: all of them, and those that a budget chooses."""
-    size = bench.workload("bert", dropout=0.1)
-    with everything_moved():
-        bench.looked("memory.offload, all that can be", lambda: offload_fault(bench, size, "1TiB"))
-    bench.looked("memory.offload, for a budget", lambda: offload_fault(bench, size, 0.7))
-    if bench.is_cuda:
-        copies, products = rates(bench.device)
-        assumed = f"{FLOPS_PER_MS / LINK_BYTES_PER_MS:,.0f} assumed"
-        ratio = f"{products / copies:,.0f} operations in the time of a byte, {assumed}"
-        bench.figures["link to the host"] = f"{copies / 1e9:.1f} GB/s; {products / 1e12:.1f} TFLOP/s in bf16: {ratio}"
-
-
-@contextmanager
-def everything_moved() -> Iterator[None]:
-    """While this is entered, a budget moves all values that can be, and computes none again."""
-    within, movable = planner.fit_budget, planner.OffloadCandidates
-    names: list[str] = []
-
-    class Noted(movable):
-        def __init__(self, *how: Any) -> None:
-            super().__init__(*how)
-            names[:] = self.values
-
-    def all_of_them(_: Any, sequences: Any) -> Any:
-        first = next(sequences[0])
-        return [first, dataclasses.replace(first, chosen=MemoryPlan(moved=frozenset(names)))]
-
-    planner.fit_budget, planner.OffloadCandidates = all_of_them, Noted
-    try:
-        yield
-    finally:
-        planner.fit_budget, planner.OffloadCandidates = within, movable
-
-
-def offload_fault(bench: Bench, size: Workload, budget: str | float) -> str:
-    """Return how a step that moves values differs from one that moves none, to the bit where that one repeats its bits.
-
-    A peak that does not fall is a fault, too.
-    """
-    model, batch = bench.model(size)
-    plain = accelerated(model, memory={"level": 0})
-    ours = accelerated(model, memory={"budget": budget, "offload": True})
-    (first, again), before = peak_of_steps(bench, plain, batch)
-    (_, found), after = peak_of_steps(bench, ours, batch)
-    memory = list(ort_accel.report(ours).memory.values())[-1]
-    figures = (
-        f"{memory.moved / 2**20:,.1f} MiB moved; peak of a step {before / 2**20:,.1f} MiB, then {after / 2**20:,.1f}"
-    )
-    foreseen = f"{memory.frontier[0].bytes / 2**20:,.1f}, then {memory.frontier[-1].bytes / 2**20:,.1f}"
-    bench.figures[f"memory.offload, budget {budget}"] = f"{figures}; as foreseen {foreseen}"
-    repeated = [name for name, each in first.gradients.items() if torch.equal(each, again.gradients[name])]
-    differing = [name for name in repeated if not torch.equal(found.gradients[name], first.gradients[name])]
-    if found.loss != first.loss or differing:
-        return f"loss {found.loss} where it was {first.loss}, other bits in {', '.join(differing) or 'no gradient'}"
-    far = {name: share for name, share in distances(found, first).items() if not share <= FP32}
-    if far:
-        return f"off by a share of its length: {far}"
-    return "" if after < before or not bench.is_cuda else f"the peak did not fall: {figures}"
-
-
-def peak_of_steps(bench: Bench, model: nn.Module, batch: Batch) -> tuple[tuple[Trace, Trace], int]:
-    """Two steps, and the most bytes of the device that the second one takes."""
-    one = bench.step(model, batch)
-    if not bench.is_cuda:
-        return (one, bench.step(model, batch)), 0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    other = bench.step(model, batch)
-    return (one, other), torch.cuda.max_memory_allocated() - before
-
-
-def rates(device: torch.device) -> tuple[float, float]:
-    """Bytes a second from the device into pinned memory, and operations a second of a large product in bf16."""
-    value, factor = (
-        torch.empty(2**28, dtype=torch.uint8, device=device),
-        torch.ones(8192, 8192, device=device).bfloat16(),
-    )
-    pinned = torch.empty_like(value, device="cpu", pin_memory=True)
-
-    def seconds(work: Callable[[], Any]) -> float:
-        work()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(4):
-            work()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 4e3
-
-    copied = seconds(lambda: pinned.copy_(value, non_blocking=True))
-    return value.nbytes / copied, 2 * factor.shape[0] ** 3 / seconds(lambda: factor @ factor)
 
 
 def measure(bench: Bench, workload: Workload, precision: str, *, with_default: bool = False) -> None:

@@ -26,7 +26,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cuda_checks import Bench, Check, Finding, checks
+from benchmarks.cuda_bench import Bench, Finding
+from benchmarks.cuda_checks import Check, checks
 from ort_accel.cli.benchmark import machine
 from ort_accel.files import write_aside
 

@@ -68,7 +68,7 @@ def test_with_a_compiler_one_wheel_is_for_every_python(tmp_path):
     assert not has_sources(found)
 
 
-def test_an_editable_installation_adds_the_checkout_to_the_path_and_another_one_may_come_first(tmp_path):
+def test_an_editable_installation_is_a_path_that_others_may_precede(tmp_path):
     made = built("editable", tmp_path, {"wheel.cmake": "false"})
     assert not [name for name in names(made) if name.startswith("ort_accel/")]
     with zipfile.ZipFile(made) as file:

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from benchmarks import cuda_checks, on_cuda
-from benchmarks.cuda_checks import Bench, Check, check_operator, everything_moved, fault_of, offload_fault
+from benchmarks.cuda_bench import Bench
+from benchmarks.cuda_checks import Check, check_operator, fault_of
+from benchmarks.cuda_offload import everything_moved, offload_fault
 from benchmarks.on_cuda import main
 from ort_accel.compiler import settings
 from ort_accel.partition import placement

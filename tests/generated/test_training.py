@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
-import os
-import signal
 import subprocess
-import sys
-import time
-import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,86 +19,22 @@ from ort_accel.compiler.settings import resolve
 from ort_accel.config import load_config
 from ort_accel.eager import comparison, turns
 from ort_accel.errors import ConfigError
-from ort_accel.generated import builds, trial
+from ort_accel.generated import builds
 from ort_accel.generated.builds import why_no_code
-from ort_accel.generated.takeover import COMPILING, FEATURE, Generator
+from ort_accel.generated.takeover import COMPILING
 from ort_accel.generated.trial import CLUSTERS, OPERATORS, PROGRAM
-from ort_accel.generated.worker import Outcome
 from ort_accel.native.library import native_library
 from ort_accel.reporting.report import Report, State
 from ort_accel.reporting.timings import EAGER, ENGINE
 from ort_accel.runtime import signed_files
 from ort_accel.runtime.sessions import Sessions
-from tests.against_eager import assert_same, pair, report, step
-from tests.forked import asked
 from tests.generated.traced import normal
-from tests.generated.watched import MANY, Compiler, all_clusters_count, files, spy, wait
+from tests.generated.trained import Model, Training, choices, config
+from tests.generated.watched import MANY, Compiler, all_clusters_count, files, wait
 from tests.tiers import mostly_long
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native library was not built")
 needs_compiler = pytest.mark.skipif(bool(why_no_code()), reason=why_no_code())
-
-
-class Model(nn.Module):
-    """Chains of element-wise operators, which read and write a MiB each at 256 rows, with dropout."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last, self.drop = nn.Linear(32, width), nn.Linear(width, 4), nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = self.first(x)
-        inner = self.drop(inner.sin() * torch.sigmoid(inner) + inner.cos())
-        return self.last(inner).tanh().square().mean()
-
-
-def config(folder: Path | None = None, generated: Mapping[str, Any] | None = None, **engine: Any) -> dict[str, Any]:
-    """Kernels are generated at once, for graphs whose sizes are all open."""
-    engine = {"compare_with_eager": False, "dynamic_shapes": True, "cache_dir": folder and str(folder), **engine}
-    return {"version": 1, "compute": {"generated": {"enabled": True, **(generated or {})}}, "engine": engine}
-
-
-class Training:
-    """Steps of a model, each compared with the same step in eager mode."""
-
-    def __init__(
-        self, settings: Any, model: nn.Module, batch: Callable[[int], Tensor] = lambda rows: normal(rows, 32)
-    ) -> None:
-        self.eager, self.ours = pair(model, settings)
-        self.report = report(self.ours)
-        self.steps, self._batch = 0, batch
-
-    def __call__(self, *rows: int) -> None:
-        for count in rows:
-            self.steps += 1
-            x = self._batch(count)
-            assert_same(step(self.ours, x, seed=self.steps), step(self.eager, x, seed=self.steps))
-
-    def until_decided(self, *rows: int) -> None:
-        """Compiles the kernels of forward and backward, and trains until it is decided what goes on."""
-        self(*rows)
-        wait()
-        self(*(rows[at % len(rows)] for at in range(MANY + 1)))
-
-    @property
-    def generator(self) -> Generator:
-        found: Generator = self.ours._compiled_call_impl.backend.lowering.generator
-        return found
-
-    @property
-    def feature(self) -> Any:
-        return self.report.features[FEATURE]
-
-    @property
-    def said(self) -> list[str]:
-        """The notes about kernels."""
-        return [note for note in self.report.notes if "kernels" in note]
-
-
-def choices(training: Training) -> dict[str, str]:
-    """Returns what was chosen for the forward and the backward."""
-    return {race.graph.split()[0]: race.chosen for race in training.report.races}
 
 
 ROWS = (6, 9, 14)
@@ -382,149 +310,3 @@ def test_a_file_of_operators_that_cannot_be_used_is_an_error(content: str | None
         file.write_text(content)
     with pytest.raises(ConfigError, match=f"(?s)compute.generated.ops_file.*{said}"):
         ort_accel.accelerate(Model(16), config(generated={"ops_file": str(file)}))
-
-
-REAL_ROWS = (256, 77, 130)
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a start in a process of its own gave, whose kernels Inductor wrote."""
-
-    first: list[str]
-    """Who ran the segments at first: until kernels were there, or in one step."""
-    later: list[str]
-    """Who ran them in the last steps."""
-    choices: dict[str, str]
-    state: State
-    said: list[str]
-    commands: list[list[str]]
-    """Those of processes that compile."""
-
-
-def first_start(results: Any, folder: Path, way: str) -> None:
-    """A start without kept code."""
-    results.put(started(folder, way, is_first=True))
-
-
-def next_start(results: Any, folder: Path, way: str) -> None:
-    """A start that finds what the first one has kept."""
-    results.put(started(folder, way, is_first=False))
-
-
-def started(folder: Path, way: str, is_first: bool) -> Start | str:
-    """Trains, and compares each step's loss, gradients and draws with eager mode's. Returns an error's text."""
-    commands: list[list[str]] = []
-    start = subprocess.Popen
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", lambda command, **rest: commands.append(command) or start(command, **rest))
-        patch.setattr(trial, "LEAST_GAIN", float("inf"))
-        patch.setattr(generated_kernels, "DELAY_SECONDS", {way: 0.0})
-        patch.setattr(Outcome, "is_faster", property(lambda outcome: not outcome.error))
-        ran = spy(patch)
-        try:
-            engine = {"save_onnx": str(folder / "models")}
-            training = Training(config(folder / "cache", {"debug": True}, **engine), Model(1024))
-            training(REAL_ROWS[0])
-            first = list(ran)
-            if is_first:
-                training.until_decided(*REAL_ROWS)
-            ran.clear()
-            training(*REAL_ROWS)
-        except Exception:
-            return traceback.format_exc()
-        compiled = [command for command in commands if "ort_accel.generated.worker" in command]
-        return Start(first, ran, choices(training), training.feature.state, training.said, compiled)
-
-
-@pytest.fixture(scope="module", params=[CLUSTERS, PROGRAM])
-def way(request: pytest.FixtureRequest) -> str:
-    """The only way that is tried."""
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def folder(way: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which starts keep code, and its text for people."""
-    if why_no_code():
-        pytest.skip(why_no_code())
-    return tmp_path_factory.mktemp("training")
-
-
-@pytest.fixture(scope="module")
-def real(folder: Path, way: str) -> Start:
-    """The first start."""
-    found = asked(first_start, folder, way)
-    assert isinstance(found, Start), found
-    return found
-
-
-def test_compiled_code_takes_over_and_each_step_is_eagers(real: Start, way: str) -> None:
-    assert set(real.first) == {OPERATORS}
-    assert real.later == [way, way] * len(REAL_ROWS)
-    assert real.choices == {"forward": way, "backward": way}
-    assert real.state is State.APPLIED
-    assert not real.said
-    assert len(real.commands) == 1, "forward and backward are compiled together"
-
-
-def test_sources_are_kept_beside_saved_models(real: Start, folder: Path, way: str) -> None:
-    models = folder / "models"
-    (library,) = models.glob("*.cpp")
-    modules = sorted(models.glob("*.py"))
-    assert library.stem in [path.stem for path in modules]
-    names = [path.stem if way == CLUSTERS else f"{path.stem}_k0" for path in modules]
-    assert all(f" {name}(" in library.read_text() for name in names)
-    assert any("aten.sin.default" in path.read_text() for path in modules)
-    assert list(models.glob("*.onnx"))
-
-
-def test_a_second_process_compiles_nothing_and_runs_kept_code_in_its_first_step(
-    real: Start, folder: Path, way: str
-) -> None:
-    assert asked(next_start, folder, way) == Start([way, way], real.later, {}, State.APPLIED, [], [])
-
-
-ENDS_SOON = """
-import subprocess, threading
-import pytest
-from tests.generated.test_training import Model, Training, config
-from tests.generated.watched import all_clusters_count
-
-def sleep(command, start=subprocess.Popen, **rest):
-    process = start(["sleep", "600"], **rest)
-    print(process.pid, flush=True)
-    started.set()
-    return process
-
-started = threading.Event()
-all_clusters_count(pytest.MonkeyPatch())
-subprocess.Popen = sleep
-Training(config(), Model(16))(6, 9)
-assert started.wait(60)
-print("the end")
-"""
-
-
-@pytest.mark.long
-def test_a_training_that_ends_while_kernels_are_compiled_leaves_no_process() -> None:
-    root = str(Path(__file__).parents[2])
-    ended = subprocess.run(
-        [sys.executable, "-c", ENDS_SOON],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": root},
-        cwd=root,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    pid, end = ended.stdout.split(maxsplit=1)
-    assert end.strip() == "the end"
-    for _ in range(300):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:
-                time.sleep(0.1)
-                continue
-        return
-    os.kill(int(pid), signal.SIGKILL)
-    pytest.fail("it is still there")
