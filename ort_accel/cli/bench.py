@@ -55,7 +55,8 @@ def bench(
     dropout: Annotated[float, typer.Option(min=0, max=0.9, help="Its probability.")] = 0.0,
     density: Annotated[float, typer.Option(min=0.01, max=1, help="The share of tokens that are not padding.")] = 1.0,
     labelled: Annotated[
-        float | None, typer.Option(min=0, max=1, help="The share of all tokens with a label (bert-mlm, gpt2, llama).")
+        float | None,
+        typer.Option(min=0.01, max=1, help="The share of all tokens with a label (bert-mlm, gpt2, llama)."),
     ] = None,
     checkpointing: Annotated[bool, typer.Option(help="The model's own gradient checkpointing.")] = False,
     precision: Annotated[Precision, typer.Option(help="bf16 is autocast.")] = Precision.FP32,

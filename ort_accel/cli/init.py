@@ -109,6 +109,9 @@ def ort_accel_yaml(fallback: str, cache_dir: str) -> str:
 
 
 def _refuse_to_overwrite(folder: Path, force: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        typer.echo(f"{folder}: is no folder; name another one", err=True)
+        raise typer.Exit(2)
     there = [str(folder / name) for name in (ACCELERATE_FILE, ORT_ACCEL_FILE) if (folder / name).exists()]
     if there and not force:
         typer.echo(f"{' and '.join(there)}: there already; name another folder, or write over with --force", err=True)

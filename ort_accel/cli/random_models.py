@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from ort_accel.errors import OrtAccelError, first_line
+from ort_accel.errors import OrtAccelError, in_a_line
 
 Batch = dict[str, torch.Tensor | bool]
 
@@ -24,17 +24,20 @@ def model_from(place: str, layers: int | None = None) -> nn.Module:
         raise OrtAccelError(f"{place}: no config.json of transformers is there; give a model's folder or that file")
     try:
         config = hf.AutoConfig.from_pretrained(file.parent, _configuration_file=file.name, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise OrtAccelError(f"{file}: transformers cannot read it: {first_line(error)}") from error
+    except Exception as error:  # of any type: transformers checks little of what a file may hold
+        raise OrtAccelError(f"{file}: transformers cannot read it: {in_a_line(error)}") from error
     if layers is not None and hasattr(config, "num_hidden_layers"):
         config.num_hidden_layers = layers
     names = config.architectures or []
-    kind = next((getattr(hf, name) for name in names if hasattr(hf, name)), None)
+    kinds = [getattr(hf, name, None) for name in names]
+    kind = next((each for each in kinds if isinstance(each, type) and issubclass(each, nn.Module)), None)
     if kind is None:
         raise OrtAccelError(f"{file}: names no architecture of transformers {hf.__version__}; seen: {names}")
     torch.manual_seed(0)
-    model: nn.Module = kind(config)
-    return model.train()
+    try:
+        return kind(config).train()
+    except Exception as error:
+        raise OrtAccelError(f"{file}: {kind.__name__} cannot be made of it: {in_a_line(error)}") from error
 
 
 def inputs_for(model: nn.Module, batch: int, length: int) -> Batch:

@@ -53,8 +53,10 @@ class Compiled:
         self._left_to_python = SkippedCode(backend.policy.not_compiled)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        if torch.compiler.is_compiling() or forward_ad._current_level >= 0:  # graphs have no forward-mode AD
+        if _is_traced() or forward_ad._current_level >= 0:  # graphs have no forward-mode AD
             return self._plain(*args, **kwargs)
+        if not torch.is_grad_enabled() and kwargs.get("past_key_values") is not None:  # a step of `generate`
+            return self._in_eager(args, kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, LazyTensor) for leaf in leaves):
             args, kwargs = compute_all((args, kwargs))
@@ -226,7 +228,7 @@ class CompiledCall(ModelCall):
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         model = self.model
-        if torch.compiler.is_compiling():
+        if _is_traced():
             return self._call(model, *args, **kwargs)
         self.begin(args, kwargs)
         if not self._has_seen_labels and isinstance(labels := kwargs.get("labels"), torch.Tensor):
@@ -273,6 +275,11 @@ class CompiledCall(ModelCall):
 
     def anew(self, model: nn.Module) -> CompiledCall:
         return CompiledCall(model, self.backend)
+
+
+def _is_traced() -> bool:
+    """True while Dynamo or `torch.jit.trace` records what a model does."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
 
 
 def _dynamic(backend: Backend) -> bool | None:

@@ -127,7 +127,8 @@ def _similar_value(shape: Shape, value: object) -> str:
 
 def _with_namespace(shape: Shape, text: str) -> str:
     """Returns an operator's name with the namespace of the examples where it has none: `aten.gelu` for `gelu`."""
-    namespaces = {example.partition(".")[0] for example in shape.get("examples", ()) if "." in example}
+    examples = [example for example in shape.get("examples", ()) if isinstance(example, str) and "." in example]
+    namespaces = {example.partition(".")[0] for example in examples}
     return f"{namespaces.pop()}.{text}" if namespaces and text.isidentifier() else ""
 
 

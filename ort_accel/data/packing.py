@@ -29,11 +29,22 @@ IGNORED = -100
 """The label of tokens without a loss."""
 
 
+def check_lengths(lengths: Sequence[int], max_length: int) -> None:
+    """Raise an error that names the first sequence which is longer than a row."""
+    for number, length in enumerate(lengths):
+        if length > max_length:
+            raise OrtAccelError(
+                f"sample {number} has {length} tokens, and a packed row has at most {max_length}; truncate the sample, "
+                "or raise max_length"
+            )
+
+
 def pack_best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     """Returns rows of sequences, by their numbers, with at most `max_length` tokens in a row.
 
     The longest sequence goes first, and each into the row that it leaves the least room in.
     """
+    check_lengths(lengths, max_length)
     rows: list[list[int]] = []
     with_room: dict[int, list[int]] = defaultdict(list)
     """The rows that have so many tokens left, the last opened first."""
@@ -41,11 +52,6 @@ def pack_best_fit(lengths: Sequence[int], max_length: int) -> list[list[int]]:
     """The keys of `with_room`, sorted."""
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         length = lengths[number]
-        if length > max_length:
-            raise OrtAccelError(
-                f"sample {number} has {length} tokens, and a packed row has at most {max_length}; truncate the sample, "
-                "or raise max_length"
-            )
         place = bisect_left(rooms, length)
         room = rooms[place] if place < len(rooms) else max_length
         if place < len(rooms):
@@ -126,6 +132,7 @@ class PackingBatchSampler(ResumableSampler[list[int]]):
                 "has at least one row, and ranks count from 0"
             )
         self.lengths, self.max_length, self.rows_per_batch = list(lengths), max_length, rows_per_batch
+        check_lengths(self.lengths, max_length)
         self.seed, self.drop_last = seed, drop_last
         self._rows: tuple[int, list[list[int]]] | None = None
 

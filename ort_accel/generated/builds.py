@@ -89,7 +89,7 @@ def _modules(parts: Mapping[str, Cluster | WholeGraph]) -> list[str]:
 
 
 def _run(folder: Path) -> None:
-    command = [sys.executable, "-m", "ort_accel.generated.worker", str(folder), str(os.getpid())]
+    command = [sys.executable, "-P", "-m", "ort_accel.generated.worker", str(folder), str(os.getpid())]
     environment = os.environ | {
         "TORCHINDUCTOR_VEC_ISA_OK": "1",
         "CUDA_VISIBLE_DEVICES": "",

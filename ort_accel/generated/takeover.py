@@ -33,11 +33,12 @@ from ort_accel.generated.worker import Outcome
 from ort_accel.graph_cache.pickling import dumped, loaded
 from ort_accel.observe.logs import LOG
 from ort_accel.reporting.report import Report, State
-from ort_accel.reporting.timings import KERNELS_AWAITED
+from ort_accel.reporting.timings import KERNEL_NODES, KERNELS_AWAITED, PROGRAM_NODES
 from ort_accel.runtime.sessions import Sessions
 from ort_accel.runtime.signed_files import SignedFiles
 
 FEATURE = "compute.generated.enabled"
+NONE_COMPILED = "no code could be generated; the notes say why"
 
 COMPILING = "code is being compiled in the background"
 """The reason in the feature's row while the process runs."""
@@ -184,19 +185,20 @@ class Generator:
         distinct = {name: each[0] for found in clusters for name, each in found.items()}
         library, outcomes = self._compiled(distinct)
         load_kernels(library, [name for name, outcome in outcomes.items() if outcome.is_faster])
-        self.say_without(NONE_FASTER)
+        self._note_errors(outcomes)
         for watched, found in zip(batch, clusters, strict=True):
             candidate = partial(self._with_kernels, watched, found, outcomes, library)
-            self._deliver(watched, candidate, is_kept=bool(found))
+            is_final = all(outcomes[name].is_final for name in found)
+            self._deliver(watched, candidate, is_kept=bool(found) and is_final)
 
     def _generate_programs(self, batch: Sequence[WatchedSegment]) -> None:
         named = {f"graph_{at}": watched for at, watched in enumerate(batch)}
         graphs = {name: graph for name, watched in named.items() if (graph := watched.whole()) is not None}
         library, outcomes = self._compiled(graphs)
-        self.say_without(NONE_FASTER)
+        self._note_errors(outcomes)
         for name, watched in named.items():
             candidate = partial(self._as_program, watched, name, graphs.get(name), outcomes.get(name), library)
-            self._deliver(watched, candidate, is_kept=True)
+            self._deliver(watched, candidate, is_kept=name not in outcomes or outcomes[name].is_final)
 
     def _compiled(self, parts: Mapping[str, Cluster] | Mapping[str, WholeGraph]) -> tuple[bytes, dict[str, Outcome]]:
         library, outcomes = compile_parts(parts, self.settings.sources) if parts else (b"", {})
@@ -211,8 +213,15 @@ class Generator:
             self._failed(error)
             watched.give_up()
 
+    def _note_errors(self, outcomes: Mapping[str, Outcome]) -> None:
+        """Note each error of the compiler once, and why no code is used if none was compiled."""
+        errors = [outcome.error for outcome in outcomes.values() if not outcome.is_final]
+        for text in dict.fromkeys(errors):
+            self.report.note(f"generated code could not be compiled: {text}")
+        self.say_without(NONE_COMPILED if errors and len(errors) == len(outcomes) else NONE_FASTER)
+
     def _failed(self, error: Exception) -> None:
-        self.say_without("no kernels could be generated; the notes say why")
+        self.say_without(NONE_COMPILED)
         self.report.note(f"no kernels were generated: {in_a_line(error)}")
         LOG.debug("no kernels were generated", exc_info=True)
 
@@ -279,7 +288,8 @@ class Generator:
         if graph is None or outcome is None:
             return None
         if outcome.error:
-            self.report.note(f"Inductor compiles no program for {watched.name}: {outcome.error}")
+            if outcome.is_final:
+                self.report.note(f"Inductor compiles no program for {watched.name}: {outcome.error}")
             return None
         run = InductorProgram(watched.segment, name, graph, outcome.wrapper, library)
         return Candidate(PROGRAM, run, _condition([(graph.names, outcome)]), graph.nodes)
@@ -295,7 +305,8 @@ class Generator:
         self._files.put(self._key(segment), dumped(kept, {}))
 
     def _key(self, segment: OrtSegment) -> str:
-        text = f"{build_version()}\n{segment.fingerprint()}\n{self.settings.operators}"
+        operators = self.settings.operators
+        text = f"{build_version()}\n{segment.fingerprint()}\n{operators and sorted(operators)}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _objects(self, segment: OrtSegment) -> dict[str, object]:
@@ -305,10 +316,10 @@ class Generator:
 RECORDS = (
     (
         CLUSTERS,
-        "nodes in generated kernels",
+        KERNEL_NODES,
         "generated kernels compute {nodes} nodes, which were calls of single operators",
     ),
-    (PROGRAM, "nodes in programs of Inductor", "programs of Inductor run {nodes} nodes"),
+    (PROGRAM, PROGRAM_NODES, "programs of Inductor run {nodes} nodes"),
 )
 """For each way, the counter of its nodes, and what the feature's row says of them."""
 

@@ -32,6 +32,7 @@ last two are tried in this order."""
 
 TRYING = "segments are run with and without generated code in turn"
 NONE_FASTER = "no generated code was faster than the operators that it replaces"
+NONE_BEFORE = "an earlier start found no generated code that is faster (engine.cache_dir)"
 """The reasons in the feature's row as long as no segment uses generated code."""
 
 TRIED_RUNS = 6
@@ -116,6 +117,8 @@ class WatchedSegment:
         self._tried, candidate = generator.kept(segment)
         if candidate is not None:
             self._take_over(candidate)
+        elif self._tried and not self.next_way:
+            generator.say_without(NONE_BEFORE)
         self.wait()
 
     def __reduce__(self) -> Any:

@@ -70,6 +70,8 @@ class Outcome:
     generated_seconds: float = math.inf
     wrapper: str = ""
     """The Python module that runs a graph."""
+    is_final: bool = True
+    """False after an error of the compiler or of the system, which another start may not meet."""
 
     @property
     def is_faster(self) -> bool:
@@ -107,7 +109,7 @@ def compile_request(folder: Path) -> None:
             outcome.conditions, outcome.wrapper = source.conditions, source.wrapper
             texts[request.name] = source.text
         except Exception as error:  # Inductor raises errors of many kinds
-            outcome.error = in_a_line(error)
+            outcome.error, outcome.is_final = in_a_line(error), not isinstance(error, OSError | MemoryError)
     if library := _library(folder, texts, outcomes):
         for request in requests:
             if not outcomes[request.name].error and not request.is_graph:
@@ -144,7 +146,7 @@ def _library(folder: Path, texts: Mapping[str, str], outcomes: Mapping[str, Outc
         try:
             built(folder / f"{name}.cpp", [name])
         except Exception as error:
-            outcomes[name].error = in_a_line(error)
+            outcomes[name].error, outcomes[name].is_final = in_a_line(error), False
     accepted = [name for name in texts if not outcomes[name].error]
     return built(folder / SOURCE, accepted) if accepted else None
 

@@ -22,13 +22,15 @@ from ort_accel.graph_cache.pickling import NotKeepable, dumped, loaded
 from ort_accel.observe.logs import LOG
 from ort_accel.reporting.fallbacks import Reason
 from ort_accel.reporting.report import Report
+from ort_accel.reporting.timings import KERNEL_NODES, KERNELS_AWAITED, KERNELS_READY, KERNELS_TRIED, PROGRAM_NODES
 from ort_accel.runtime.signed_files import SignedFiles
 
 SUFFIX = "graph"
 
 GRAPHS_LOADED, MADE = "graphs from an earlier start", "graphs kept for the next start"
 
-PROCESS_COUNTERS = ("compilations", "cache hits", "cache misses", MADE)
+OF_GENERATED_CODE = (KERNELS_AWAITED, KERNELS_READY, KERNELS_TRIED, KERNEL_NODES, PROGRAM_NODES)
+PROCESS_COUNTERS = ("compilations", "cache hits", "cache misses", MADE, *OF_GENERATED_CODE)
 """Counters of this process's own work, which are not stored."""
 
 

@@ -16,6 +16,8 @@ from ort_accel.data import PackingCollator
 SEQUENCE_COLUMNS = ("input_values", "labels")
 """The columns of a sample that are sequences, besides tokens (`input_ids`, TRL's `chosen_ids`)."""
 
+LISTED = (None, "torch", "numpy")
+"""Formats of a table of `datasets` in which a column is a list of samples."""
 MAX_BATCHES, MAX_SAMPLES = 32, 1024
 """The most batches and samples that are read."""
 
@@ -66,7 +68,7 @@ def _columns(dataset: Any, count: int) -> list[list[int]]:
     if isinstance(dataset, list | tuple):
         rows = [row for row in dataset[:count] if isinstance(row, Mapping)]
         found = [[row.get(name) for row in rows] for name in _sequence_columns(rows[0] if rows else ())]
-    elif hasattr(dataset, "column_names") and dataset.format["type"] != "custom":  # a table of the package `datasets`
+    elif hasattr(dataset, "select_columns") and dataset.format["type"] in LISTED:  # a table of the package `datasets`
         names = _sequence_columns(dataset.column_names)  # other columns may hold pictures
         found = list(map(list, dataset.select_columns(names)[:count].values())) if names else []
     else:

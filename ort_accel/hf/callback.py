@@ -48,6 +48,8 @@ class ORTAccelCallback(TrainerCallback):
         self.config = usable_config(config)
         self._call: ModelCall | None = None
         """The call of the current model; a hyperparameter search replaces the model in each trial."""
+        self._args: TrainingArguments | None = None
+        """The arguments of the Trainer that has this model."""
         self._activations: SubscriberManager | None = None
         self._step_in_backward: StepInBackward | None = None
         self._file: ReportFile | None = None
@@ -68,8 +70,9 @@ class ORTAccelCallback(TrainerCallback):
             raise OrtAccelError(
                 "the Trainer puts its model on mps, and no ONNX Runtime trains there; set use_cpu=True in its arguments"
             )
-        activate(model, self.config, optimizer, self._call)
-        self._call = call_of(model)
+        earlier = self._call if self._args is args else None  # another Trainer's model keeps its compiled code
+        activate(model, self.config, optimizer, earlier)
+        self._call, self._args = call_of(model), args
 
     def on_init_end(self, args: TrainingArguments, *_: object, **named: Any) -> None:
         """Activate the model, so that evaluation without training runs on ONNX Runtime, too."""
@@ -84,7 +87,7 @@ class ORTAccelCallback(TrainerCallback):
         for model in (named["model"], *self._companions):
             foresee(model, shapes)
         check_optimizer(named.get("optimizer"), named["model"], self.config)
-        self._stop_step_in_backward()  # of a training that was interrupted
+        self._stop_watching()  # a training that was interrupted
         optimizer = named.get("optimizer")
         self._step_in_backward = step_in_backward_if_configured(args, optimizer, named["model"], self.config)
         self._activations = _record_activations(named["model"], self.config)
@@ -104,10 +107,7 @@ class ORTAccelCallback(TrainerCallback):
 
     def on_train_end(self, *_: object, **__: object) -> None:
         """Remove everything that watches the model, and write the report."""
-        self._stop_step_in_backward()
-        if self._activations is not None:
-            self._activations.unsubscribe()
-            self._activations = None
+        self._stop_watching()
         self.metrics.take()
         if self._inspector is not None:
             self._inspector.settle()
@@ -115,10 +115,13 @@ class ORTAccelCallback(TrainerCallback):
         if self._file is not None:
             self._file.write()
 
-    def _stop_step_in_backward(self) -> None:
+    def _stop_watching(self) -> None:
         if self._step_in_backward is not None:
             self._step_in_backward.remove()
             self._step_in_backward = None
+        if self._activations is not None:
+            self._activations.unsubscribe()
+            self._activations = None
 
     def on_step_begin(self, *_: object, **__: object) -> None:
         """Start the timer of an optimizer step."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ort_accel.lowering.onnx_graph import Input, Number, OnnxGraph, Operand, Value
+from ort_accel.lowering.onnx_graph import HALF_DTYPES, Input, Number, OnnxGraph, Operand, Value
 
 Factor = Input | Number
 """An operand of a formula beside a term."""
@@ -113,7 +113,11 @@ def tanh(x: Term) -> Term:
 
 
 def sigmoid(x: Term) -> Term:
-    return x.op("Sigmoid")
+    """Return 1 / (1 + exp(-x)); the kernel of ONNX Runtime is 0 below -18, and a logarithm of it infinite."""
+    is_half = x.dtype in HALF_DTYPES
+    wide = Term(x.graph, x.graph.cast_from(x.value, x.dtype, torch.float32), torch.float32) if is_half else x
+    found = (exp(-wide) + 1).op("Reciprocal")
+    return Term(x.graph, x.graph.cast_from(found.value, found.dtype, x.dtype), x.dtype)
 
 
 def relu(x: Term) -> Term:

@@ -95,7 +95,7 @@ def render_hints(report: Report) -> Table | None:
 
 
 def _features(features: Collection[Feature], everything: bool) -> RenderableType:
-    table = text_table(("feature", "", "why, or what it does"), unwrapped=True)
+    table = text_table(("feature", "", "why, or what it does"))
     shown = [feature for feature in features if everything or feature.state is not State.OFF]
     for feature in shown:
         state = Text(WORDS[feature.state], style=_STYLES[feature.state])
@@ -113,7 +113,6 @@ def _shares(segments: Sequence[Segment]) -> RenderableType:
     table = text_table(
         ("run by ONNX Runtime", "nodes", "", "GFLOP, estimated", "", "graphs", "segments"),
         right=range(1, 7),
-        unwrapped=True,
     )
     for kind in [*KINDS, ""]:
         part = [segment for segment in segments if segment.graph.startswith(kind)]
@@ -160,7 +159,7 @@ def _fallback_tables(items: Sequence[Fallback], longest: int | None) -> list[Ren
 def _fallbacks(title: str, items: Sequence[Fallback], longest: int | None) -> RenderableType | None:
     if not items:
         return None
-    table = text_table(("nodes", title), right=(0,), unwrapped=True)
+    table = text_table(("nodes", title), right=(0,))
     for item in items[:longest]:
         why = f"{item.reason}: {item.detail}" if item.detail else str(item.reason)
         where = f"; first at {item.where}" if item.where and item.is_forced else ""
@@ -175,7 +174,7 @@ def _races(items: Sequence[Race], longest: int | None) -> RenderableType | None:
     """Returns the table of timings, the largest total first."""
     if not items:
         return None
-    table = text_table(("nodes", "measured", "ms", "chosen"), right=(0,), unwrapped=True)
+    table = text_table(("nodes", "measured", "ms", "chosen"), right=(0,))
     ordered = sorted(items, key=lambda item: item.count * max(item.seconds.values()), reverse=True)
     for item in ordered[:longest]:
         times = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in item.seconds.items())

@@ -9,13 +9,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 
-def text_table(headings: Sequence[str], right: Collection[int] = (), unwrapped: bool = False) -> Table:
-    """Returns an empty table; `right` columns are right-aligned, `unwrapped` ones but the last keep to a line."""
+def text_table(headings: Sequence[str], right: Collection[int] = ()) -> Table:
+    """Returns an empty table; `right` columns are right-aligned. What does not fit goes on in the next line."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bold")
     for index, heading in enumerate(headings):
         table.add_column(
             heading,
-            no_wrap=unwrapped and index < len(headings) - 1,
             overflow="fold",
             justify="right" if index in right else "left",
         )

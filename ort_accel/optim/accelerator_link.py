@@ -1,7 +1,7 @@
 """The connection of a `MasterWeightOptimizer` to an Accelerator, whose `backward` computes the gradients.
 
 This is the only file of the room that touches Accelerate: `accelerator.scaler`, which scales the loss, unscales
-gradients and takes steps, and `accelerator.clip_grad_norm_`. Checked on accelerate 1.15.
+gradients and takes steps, `accelerator.clip_grad_norm_` and `clip_grad_value_`. Checked on accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -66,5 +66,10 @@ def connect(accelerator: Any, optimizer: MasterWeightOptimizer) -> None:
         """Clip the gradients of all fp32 copies, whichever parameters are given."""
         return optimizer.clip_grad_norm_(max_norm, norm_type)
 
+    def clip_grad_value_(_: object, clip_value: float) -> None:
+        """Clip each gradient of all fp32 copies, whichever parameters are given."""
+        optimizer.clip_grad_value_(clip_value)
+
     accelerator.scaler = _Scaler(optimizer)
     accelerator.clip_grad_norm_ = clip_grad_norm_
+    accelerator.clip_grad_value_ = clip_grad_value_

@@ -127,11 +127,16 @@ class FusedAdam(Optimizer):
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state of this class, of `torch.optim.Adam` or `AdamW`, or of onnxruntime-training's class."""
-        super().load_state_dict(state_dict)
+        loaded = [state_dict]
+        last_hook = self.register_load_state_dict_pre_hook(lambda _, changed: loaded.append(changed))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last_hook.remove()
         # PyTorch has cast the moments to the parameter's type. They are loaded again, since fp32 moments lost digits.
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        saved = chain.from_iterable(group["params"] for group in loaded[-1]["param_groups"])
         for (param, group), key in zip(self._parameters(), saved, strict=True):
-            given = state_dict["state"].get(key, {})
+            given = loaded[-1]["state"].get(key, {})
             for name in set(given) & set(_MOMENTS):
                 moment = given[name].to(device=param.device, dtype=_state_dtype(param, group))
                 self.state[param][name] = _with_strides_of(param, moment)

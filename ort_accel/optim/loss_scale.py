@@ -68,7 +68,7 @@ class LossScale:
             return
         self.overflows = 0
         self.good_steps += 1
-        if self.good_steps == self.window:
+        if self.good_steps >= self.window:  # more after a state with a larger window
             self.good_steps = 0
             if self.scale * self.growth_factor <= _MAX_SCALE:
                 self.scale *= self.growth_factor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from ort_accel.optim.adam_update import ParamGroup
 from ort_accel.optim.loss_scale import LossScale
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+_OF_SCHEDULERS = frozenset({"step", "_opt_called"})
+"""Attributes that a scheduler sets on its optimizer."""
 
 
 class MasterWeightOptimizer(Optimizer):
-    """Runs any PyTorch optimizer on fp32 copies of its 16-bit parameters.
+    """Runs any PyTorch optimizer whose step takes one evaluation on fp32 copies of its 16-bit parameters.
 
     In a training loop::
 
@@ -35,6 +38,12 @@ class MasterWeightOptimizer(Optimizer):
 
     def __init__(self, optimizer: Optimizer, loss_scale: LossScale | None = None) -> None:
         # Optimizer.__init__ is not called: groups, state and defaults are those of the inner optimizer.
+        closure = signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is Parameter.empty:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} evaluates the model several times in a step, and FP16_Optimizer once; use "
+                "it without FP16_Optimizer"
+            )
         self.optimizer = optimizer
         self.loss_scale = loss_scale or LossScale()
         self.overflow = False
@@ -68,8 +77,8 @@ class MasterWeightOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> StateDict:
-        """Returns all attributes, for copies and pickles."""
-        return dict(self.__dict__)
+        """Returns all attributes for copies and pickles, but those of schedulers, which belong to this object."""
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_SCHEDULERS}
 
     def __setstate__(self, state: StateDict) -> None:
         """Set all attributes."""
@@ -119,6 +128,11 @@ class MasterWeightOptimizer(Optimizer):
         if max_norm < torch.inf:
             multi_tensor.multiply_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clip each number of the gradients to the range from `-clip_value` to `clip_value`."""
+        if self.unscale_():
+            nn.utils.clip_grad_value_(self._masters, clip_value)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, or skip the step. A closure is called once, and must call this object's `backward`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import sympy
@@ -122,7 +122,7 @@ def fuse_each(
     """Put an operator in place of each node for which `find` returns its operands; returns how many."""
     count = 0
     for node in list(graph.nodes):
-        if (operands := find(node)) is None:
+        if (operands := find(node)) is None or changes_grad_mode(node, operands):
             continue
         with graph.inserting_before(node):
             fused = graph.call_function(operator, operands)
@@ -131,6 +131,30 @@ def fuse_each(
     if count:
         recompile(graph)
     return count
+
+
+def changes_grad_mode(whole: fx.Node, operands: Iterable[Argument]) -> bool:
+    """True if steps between operands and a result were made under `no_grad`, and the result was not, or the reverse.
+
+    One operator in their place would have gradients that the steps cut off.
+    """
+    modes: dict[fx.Node, object] = {}
+    mode: object = None
+    for node in whole.graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            mode = node.args[0]
+        modes[node] = mode
+    ends = {item for item in operands if isinstance(item, fx.Node)}
+    pending, seen = [whole], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node in ends or node in seen or node.op in {"placeholder", "get_attr"}:
+            continue
+        if modes[node] != modes[whole]:
+            return True
+        seen.add(node)
+        pending += node.all_input_nodes
+    return False
 
 
 def replace_steps(whole: fx.Node, fused: fx.Node, steps: Collection[str]) -> None:

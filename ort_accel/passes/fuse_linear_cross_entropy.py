@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.fx.node import Argument
 
 from ort_accel.kernels.linear_cross_entropy import MEAN, SUM, TYPES, ScoreOptions, linear_cross_entropy
-from ort_accel.passes.common import example_of, is_named, recompile, replace_steps
+from ort_accel.passes.common import changes_grad_mode, example_of, is_named, recompile, replace_steps
 from ort_accel.passes.options import PassOptions
 
 LEAST_COLUMNS = 1024
@@ -33,7 +33,8 @@ REDUCTIONS = {"mean": MEAN, "sum": SUM, MEAN: MEAN, SUM: SUM}
 
 def fuse_linear_cross_entropy(graph: fx.Graph, _: PassOptions) -> int:
     """Fuse each head with its loss; returns how many."""
-    found = [head for node in graph.nodes if (head := _match(node)) is not None]
+    heads = [head for node in graph.nodes if (head := _match(node)) is not None]
+    found = [head for head in heads if not changes_grad_mode(head.loss, (*head.linear, head.target))]
     for head in found:
         dtype = example_of(head.loss).dtype
         with graph.inserting_before(head.loss):
@@ -211,7 +212,8 @@ def _of_hidden(graph: fx.Graph, view: fx.Node, hidden: fx.Node, width: int) -> f
     scores = view.args[0]
     copied = graph.node_copy(view, lambda item: hidden if item is scores else item)
     if _is_any(view, RESHAPES):
-        sizes = copied.args[1:]
+        sizes = copied.args[1:] or tuple(copied.kwargs.values())
+        copied.kwargs = {}
         is_list = len(sizes) == 1 and isinstance(sizes[0], tuple | list)
         listed = list(sizes[0] if is_list else sizes)  # type: ignore[arg-type]
         listed[-1] = width

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ort_accel.kernels.rms_norm import rms_norm
-from ort_accel.passes.common import example_of, is_named, is_single, recompile, replace_steps
+from ort_accel.passes.common import changes_grad_mode, example_of, is_named, is_single, recompile, replace_steps
 from ort_accel.passes.options import PassOptions
 
 
@@ -21,6 +21,8 @@ def fuse_rms_norm(graph: fx.Graph, _: PassOptions) -> int:
             continue
         x, eps = found
         whole, weight = _times_weight(node)
+        if changes_grad_mode(whole, (x, weight)):
+            continue
         with graph.inserting_before(whole):
             fused = graph.call_function(rms_norm, (x, weight, eps))
         replace_steps(whole, fused, STEPS)

@@ -67,6 +67,7 @@ class Pass:
 
 
 PASSES = (
+    Pass("fix_layouts", Stage.CAPTURED),
     Pass("replace_masked_writes", Stage.CAPTURED),
     Pass("replace_4bit_products", Stage.CAPTURED),
     Pass("remove_weight_sets", Stage.CAPTURED),

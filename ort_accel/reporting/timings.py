@@ -21,6 +21,7 @@ KERNELS_AWAITED = "segments that wait for generated code"
 KERNELS_READY, KERNELS_TRIED = "segments with generated code", "segments whose generated code was tried"
 """Counters. While the second is greater than the third, segments run with and without generated code in turn. A segment
 counts once for each kind of code."""
+KERNEL_NODES, PROGRAM_NODES = "nodes in generated kernels", "nodes in programs of Inductor"
 
 
 ENGINE, EAGER = "ort_accel", "eager PyTorch"

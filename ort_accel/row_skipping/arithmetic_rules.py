@@ -161,7 +161,8 @@ def own_rms_norm(node: fx.Node, dims: Dims) -> Propagation | None:
 @RULES.register(aten.embedding)
 def embedding(node: fx.Node, dims: Dims) -> Propagation | None:
     weight, ids = tensor_input(node), tensor_input(node, 1)
-    if rank_of(node) - 1 in dims:
+    is_scaled_by_frequency = len(node.args) > 3 and node.args[3]  # the gradient depends on the count of ids in all rows
+    if rank_of(node) - 1 in dims or is_scaled_by_frequency:
         return None
     return Propagation(
         {ids: dims}, lambda inputs: aten.embedding.default(inputs.dense(weight), inputs.packed(ids), *node.args[2:])

@@ -354,8 +354,8 @@ class _BatchAnalysis:
     def _mask_kinds(self, attention: Attention, allowed: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         """Returns how each row of a part is masked."""
         mask = self._masks[attention.node]
-        is_bool = attention.mask is None or value_of(attention.mask).dtype == torch.bool
-        if not is_bool or (mask is not None and mask.shape[1] > 1):
+        is_known = attention.mask is None or (mask is not None and value_of(attention.mask).dtype == torch.bool)
+        if not is_known or (mask is not None and mask.shape[1] > 1):
             return torch.full((len(queries),), MASKED)
         pairs = queries[:, :, None] & keys[:, None, :]
         is_full = (allowed | ~pairs).flatten(1).all(1)

@@ -12,6 +12,7 @@ from torch.fx.node import Argument
 from ort_accel.graph.nodes import is_getitem, is_random, is_view, op_name, writes
 from ort_accel.graph.requires_grad import has_gradient
 from ort_accel.row_skipping.attention_match import Attention, ScoreMask
+from ort_accel.row_skipping.mutation import is_in_place, mutated_groups
 from ort_accel.row_skipping.row_flow import shape_of, tensor_input, value_of
 
 aten = torch.ops.aten
@@ -20,12 +21,38 @@ EXPENSIVE = ("linear", "mm", "matmul", "convolution", "scaled_dot_product", "lay
 
 
 def input_only_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the nodes that are computed from inputs alone: cheap, deterministic, and from values without gradient."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if _is_input_only(node, found):
-            found.add(node)
-    return found
+    """Returns the nodes that are computed from inputs alone: cheap, deterministic, and from values without gradient.
+
+    A tensor that the graph writes into is one of them if nodes read it after the last write only.
+    """
+    groups = mutated_groups(graph)
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    return _computable(graph, groups) - {node for group in groups for node in _read_early(group, position)}
+
+
+def _computable(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:
+    """Returns all nodes that inputs determine, whenever they are read."""
+    unknown: set[fx.Node] = set()
+    while True:
+        found: set[fx.Node] = set()
+        for node in graph.nodes:
+            if node not in unknown and _is_input_only(node, found):
+                found.add(node)
+        written = {node for group in groups if not _are_writes_known(group, found) for node in group} & found
+        if not written:
+            return found
+        unknown |= written
+
+
+def _are_writes_known(group: Sequence[fx.Node], found: set[fx.Node]) -> bool:
+    """True if the graph allocated the memory that nodes share, and inputs determine each write."""
+    return group[0].op == "call_function" and all(node in found for node in group if is_in_place(node))
+
+
+def _read_early(group: Sequence[fx.Node], position: dict[fx.Node, int]) -> list[fx.Node]:
+    """Returns the nodes of shared memory that others read before the last write."""
+    last_write = max(position[node] for node in group if is_in_place(node))
+    return [node for node in group if any(position[user] < last_write for user in node.users if user not in group)]
 
 
 def _is_input_only(node: fx.Node, found: set[fx.Node]) -> bool:
@@ -52,10 +79,13 @@ class InputGraphWriter:
     def __init__(self, module: fx.GraphModule) -> None:
         self._owner, self._graph = module, fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
-        input_only = input_only_nodes(module.graph)
+        computable, input_only = _computable(module.graph, mutated_groups(module.graph)), input_only_nodes(module.graph)
+        copies: dict[fx.Node, fx.Node] = {}
         for node in module.graph.nodes:
-            if node in input_only:
-                self._copies[node] = self._graph.node_copy(node, self._copies.__getitem__)
+            if node in computable:
+                copies[node] = self._graph.node_copy(node, copies.__getitem__)
+                if node in input_only:
+                    self._copies[node] = copies[node]
 
     def is_known(self, node: fx.Node) -> bool:
         """True if a value can be computed before the graph runs."""
@@ -64,7 +94,8 @@ class InputGraphWriter:
     def allowed_by(self, attention: Attention) -> fx.Node | None:
         """Returns a node that computes which keys a query may attend to; None if all keys or if it is not known."""
         if attention.mask is not None:
-            return self._allowed_by_mask(attention.mask)
+            is_condition = value_of(attention.mask).dtype == torch.bool
+            return self._copies.get(attention.mask) if is_condition else self._allowed_by_mask(attention.mask)
         found: list[fx.Node] = []
         for mask in attention.score_masks:
             allowed = self._allowed_by_score_mask(mask)
@@ -87,10 +118,11 @@ class InputGraphWriter:
         return self._copies[condition] if keeps_where_true else self._not(self._copies[condition])
 
     def _allowed_by_mask(self, mask: fx.Node) -> fx.Node | None:
+        """Returns which scores a mask that is added to them leaves; None where that is not known."""
         value = value_of(mask)
-        if value.dtype == torch.bool:
-            return self._copies.get(mask)
-        lowest = torch.finfo(value.dtype).min / 2 if value.is_floating_point() else 0
+        if not value.is_floating_point():
+            return None  # 0 and 1 hide nothing
+        lowest = torch.finfo(value.dtype).min / 2
         packet = _packet_of(mask)
         if packet is aten.where and _is_low(mask.args[2], lowest):
             return self._both(self._copies.get(tensor_input(mask)), mask.args[1], lowest)
@@ -121,7 +153,7 @@ class InputGraphWriter:
     def finish(self, tensors: Sequence[fx.Node], masks: Sequence[fx.Node | None]) -> fx.GraphModule:
         """Returns the module that computes tensors and masks. The model's own asserts stay in the model's graph."""
         self._graph.output([*(self._copies.get(node) for node in tensors), *masks])
-        self._graph.eliminate_dead_code(lambda node: node.op in {"placeholder", "output"})
+        self._graph.eliminate_dead_code(lambda node: node.op in {"placeholder", "output"} or is_in_place(node))
         return fx.GraphModule(self._owner, self._graph)
 
 

@@ -25,11 +25,20 @@ DROPOUTS = {aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropo
 
 def mutated_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Returns all tensors that share memory with one that is mutated."""
+    return {node for group in mutated_groups(graph) for node in group}
+
+
+def mutated_groups(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Returns the nodes that share memory and of which one is mutated, each group in the order of the graph.
+
+    The first of a group allocated the memory, and those that mutate it are among the others.
+    """
     owner: dict[fx.Node, fx.Node] = {}
+    groups: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         owner[node] = _owner(node, owner)
-    changed = {owner[node] for node in graph.nodes if is_in_place(node)}
-    return {node for node in graph.nodes if owner[node] in changed}
+        groups[owner[node]].append(node)
+    return [group for group in groups.values() if any(map(is_in_place, group))]
 
 
 def _owner(node: fx.Node, owner: dict[fx.Node, fx.Node]) -> fx.Node:

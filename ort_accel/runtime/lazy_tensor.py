@@ -9,6 +9,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._functorch import utils as functorch_utils
 from torch.utils import _pytree as pytree
 
 TorchFunction = Callable[..., Any]
@@ -85,6 +86,15 @@ class LazyTensor(Tensor):
 def compute_all(values: Any) -> Any:
     """Returns the same structure with each lazy tensor computed."""
     return pytree.tree_map_only(LazyTensor, LazyTensor.read, values)
+
+
+def _inputs_of_function(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the inputs of an `autograd.Function`: they pass by `__torch_function__`, and lazy ones have no graph."""
+    return _unwrapped(compute_all(args) if any(isinstance(item, LazyTensor) for item in args) else args)
+
+
+_unwrapped = functorch_utils.unwrap_dead_wrappers
+functorch_utils.unwrap_dead_wrappers = _inputs_of_function  # `Function.apply` calls it for all inputs
 
 
 def _cast(lazy: LazyTensor, cast: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> LazyTensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ Row = dict[str, Any]
 TensorKey = tuple[int, str, str, int, int]
 """The step, direction, module, tensor and call."""
 
+_FIGURES = ("mean", "std", "norm2", "norm1", "min", "max", "pattern")
+"""The numbers of a row that are compared."""
 _ROUNDING_SHARE = 1e-6
 """The share of the largest values of a step and direction below which values count as rounding."""
 
@@ -62,16 +64,23 @@ def _read(folder: Path) -> dict[TensorKey, Row]:
             f"{folder} holds no activation statistics (rank-0/step-*.jsonl); "
             "observe.activation_statistics and StatisticsSubscriber write such folders"
         )
-    rows: dict[TensorKey, Row] = {}
-    for file in files:
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                row = json.loads(line)
-                key = row["step"], row["direction"], row["module"], row["tensor"], row["call"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise OrtAccelError(f"{file}:{number} is no line of activation statistics: {error!r}") from error
-            rows[key] = row
+    rows = {key: row for file in files for key, row in _rows_of(file)}
+    if not rows:
+        raise OrtAccelError(f"{folder}: its files of activation statistics are empty")
     return rows
+
+
+def _rows_of(file: Path) -> Iterator[tuple[TensorKey, Row]]:
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            key = row["step"], row["direction"], row["module"], row["tensor"], row["call"]
+            for name in _FIGURES:
+                float(row[name] or 0.0)  # the smallest of no finite values is null
+            _root_mean_square(row)
+        except (ValueError, KeyError, TypeError) as error:
+            raise OrtAccelError(f"{file}:{number} is no line of activation statistics: {error!r}") from error
+        yield key, row
 
 
 def _sizes(rows: Iterable[Row]) -> dict[tuple[int, str], float]:
@@ -127,6 +136,7 @@ def _compared(row: Row | None, other: Row | None, floor: float) -> tuple[float, 
         "max": extreme,
         "pattern": size * math.sqrt(count),
     }
+    assert tuple(units) == _FIGURES
     amounts = {name: abs(row[name] - other[name]) / unit if unit else 0.0 for name, unit in units.items()}
     worst = max(amounts, key=lambda name: amounts[name])
     return amounts[worst], f"{worst} {row[worst]:.6g} and {other[worst]:.6g}"

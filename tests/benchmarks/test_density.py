@@ -35,6 +35,8 @@ def test_a_batch_has_the_density_that_was_asked_for_and_rows_of_many_lengths(den
     batch = batch_of(Workload("bert", density=density))
     mask = batch["attention_mask"]
     assert mask.double().mean().item() == pytest.approx(density, abs=1e-3)
+    alone = batch_of(Workload("bert", density=density, batch=1))["attention_mask"]
+    assert alone.double().mean().item() == pytest.approx(density, abs=0.5 / alone.numel())
     assert len(set(mask.sum(dim=1).tolist())) > (6 if density < 0.9 else 0)
     assert torch.equal(batch["input_ids"] == 0, mask == 0)
 

@@ -97,6 +97,12 @@ def test_inputs_are_made_up_for_each_kind_of_head(architecture, config, tmp_path
         ('{"model_type": "no-such-model"}', "transformers cannot read it"),
         ('{"model_type": "bert"}', "names no architecture"),
         ('{"model_type": "bert", "architectures": ["NoSuchModel"]}', "names no architecture"),
+        ('{"model_type": "bert", "architectures": ["BertConfig"]}', "names no architecture"),
+        ("null", "transformers cannot read it"),
+        (
+            '{"model_type": "bert", "architectures": ["BertModel"], "hidden_size": 33, "num_attention_heads": 4}',
+            "BertModel cannot be made of it: ValueError",
+        ),
     ],
 )
 def test_what_is_no_model_is_one_line_and_exit_code_2(content, said, tmp_path):

@@ -22,6 +22,7 @@ LOCATED = {
     "number for a boolean": ("density: {inspect: 1}\n", "x.yaml:1:20: density.inspect: 1 is not allowed; did you mean true?"),
     "near a choice": ("engine: {fallback: warning}\n", "x.yaml:1:20: engine.fallback: the text 'warning' is not allowed; did you mean warn? allowed: warn, report, error"),
     "quoted number": ("engine: {opset: '20'}\n", "x.yaml:1:17: engine.opset: the text '20' is not allowed; did you mean 20 without quotes? allowed: auto, a whole number from 17 to 25"),
+    "text for a number of tokens": ("data: {packing: {max_length: long}}\n", "x.yaml:1:30: data.packing.max_length: the text 'long' is not allowed; allowed: a whole number"),
     "fraction": ("engine: {opset: 20.0}\n", "x.yaml:1:17: engine.opset: 20.0 is not allowed; did you mean 20?"),
     "out of range": ("engine: {threads: 2000}\n", "x.yaml:1:19: engine.threads: 2000 is out of range; allowed: auto, a whole number from 1 to 1024"),
     "boolean level": ("memory: {level: true}\n", "x.yaml:1:17: memory.level: true is not allowed; allowed: auto, 0, 1, 2"),

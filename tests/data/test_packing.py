@@ -48,6 +48,8 @@ def test_the_collator_makes_no_more_rows_than_the_sampler(lengths, seed):
 def test_a_sample_that_fits_no_row_is_named():
     with pytest.raises(OrtAccelError, match=r"sample 1 has 21 tokens.*at most 20"):
         pack_best_fit([3, 21], MOST)
+    with pytest.raises(OrtAccelError, match=r"sample 7 has 21 tokens.*at most 20"):
+        PackingBatchSampler([5] * 7 + [21] + [5] * 12, MOST, rows_per_batch=2)
 
 
 def epoch_of(sampler, epoch):

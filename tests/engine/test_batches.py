@@ -75,6 +75,37 @@ def test_a_batch_of_one_and_an_empty_one():
     assert expected.loss.isnan()
 
 
+@pytest.mark.parametrize("start", [4, 7])
+def test_a_slice_that_begins_at_the_end_or_beyond_it_gives_no_gradient(start):
+    class Behind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(8, 8)
+
+        def forward(self, x):
+            hidden = self.mix(x)
+            return hidden.square().mean() + hidden[:, start:].sum(1).square().sum()
+
+    eager, ours = pair(Behind(), {"engine": {"fallback": "error"}})
+    x = torch.randn(2, 4, 8, requires_grad=True)
+    assert_step_as_eager(eager, ours, x)
+
+
+def test_a_loss_of_nothing_has_no_gradient():
+    class OfSome(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(8, 8)
+
+        def forward(self, x):
+            hidden = self.mix(x)
+            return hidden.square().mean() + nn.functional.mse_loss(hidden[:0], x[:0], reduction="mean").nan_to_num()
+
+    eager, ours = pair(OfSome())
+    assert_step_as_eager(eager, ours, torch.randn(3, 8))
+    assert not [item for item in ort_accel.report(ours).fallbacks if item.op == "a graph"]
+
+
 def test_inputs_with_gaps_are_read_right():
     eager, ours = pair(nn.Linear(8, 4))
     wide = torch.randn(8, 6)

@@ -179,3 +179,10 @@ def test_what_numpy_and_python_draw_is_theirs(library, draw):
         (expected, after), (got, ours_after) = results
         torch.testing.assert_close(got, expected)
         assert ours_after == after
+
+
+@pytest.mark.parametrize("kind", ["batch norm", "maximum pool"])
+def test_a_dropout_behind_a_transposed_input_draws_in_the_order_of_eagers_memory(kind):
+    norm = nn.BatchNorm1d(6) if kind == "batch norm" else nn.MaxPool1d(2)
+    x = torch.randn(5, 8, 6, requires_grad=True)
+    assert_drawn_as_eager(lambda x: functional.dropout(norm(x.transpose(1, 2)).transpose(1, 2), 0.4), x)

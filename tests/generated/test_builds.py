@@ -64,8 +64,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
 def test_a_process_of_its_own_compiles_all_clusters(built: Built) -> None:
     assert built.library.startswith(b"\x7fELF")
     assert [bool(each.error) for each in built.outcomes.values()] == [False, False, True]
-    assert [command[1:3] for command in built.commands] == [["-m", "ort_accel.generated.worker"]]
-    assert not Path(built.commands[0][3]).exists(), "its folder is still there"
+    assert [command[1:4] for command in built.commands] == [["-P", "-m", "ort_accel.generated.worker"]]
+    assert not Path(built.commands[0][4]).exists(), "its folder is still there"
 
 
 @needs_compiler

@@ -61,3 +61,22 @@ def test_in_a_plain_training_loop_the_report_says_what_to_do(tmp_path):
     feature = ort_accel.report(model).features["observe.activation_statistics"]
     assert feature.state is State.REFUSED
     assert "StatisticsSubscriber" in feature.reason
+
+
+def test_an_interrupted_training_leaves_no_hooks_beside_the_next_one(tmp_path):
+    class Interrupted(Model):
+        def forward(self, values, labels):
+            if interrupts:
+                raise KeyboardInterrupt
+            return super().forward(values, labels)
+
+    recorded = config(tmp_path / "statistics")
+    recorded["observe"]["activation_statistics"]["override_output_dir"] = True
+    model = Interrupted()
+    trainer = ORTTrainer(model, arguments(tmp_path), train_dataset=DATA, ort_config=recorded)
+    interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    interrupts = False
+    trainer.train()
+    assert not model.linear._forward_hooks

@@ -71,8 +71,11 @@ def test_samples_that_are_computed_on_access_are_not_read():
         def __getitem__(self, index):
             raise AssertionError("this would draw random numbers")
 
+    class WithNames(Made):
+        column_names = ("input_ids",)
+
     table = Table.from_list(rows(4, 5)).with_transform(lambda _: pytest.fail("this would, too"))
-    for samples in (Made(), table):
+    for samples in (Made(), WithNames(), table, Table.from_list(rows(4, 5)).with_format("pandas")):
         assert not shapes_of_batches(loader(samples)).lengths
     assert shapes_of_batches(loader(iter(rows(4, 5)))) == shapes_of_batches(None)
 

@@ -79,3 +79,25 @@ def test_the_larger_of_two_float16_tensors_of_different_shapes(function):
     results = [lowered(column, row)[0] for _ in range(100)]
     torch.testing.assert_close(results[-1], function(column, row))
     assert all(torch.equal(result, results[-1]) for result in results)
+
+
+LARGE_NORMS = {
+    "layer_norm": lambda x: nn.functional.layer_norm(x, [8]),
+    "group_norm": lambda x: nn.functional.group_norm(x, 2),
+    "rms_norm": lambda x: nn.functional.rms_norm(x, [8]),
+    "normalize": lambda x: nn.functional.normalize(x, dim=-1),
+    "std": lambda x: x.std(-1),
+    "var_mean": lambda x: torch.var_mean(x / 64, -1),
+    "norm": lambda x: torch.linalg.vector_norm(x, 3, -1),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_NORMS)
+def test_squares_do_not_overflow(name):
+    torch.manual_seed(0)
+    x = (torch.randn(3, 4, 8) * 900).half().requires_grad_()
+    eager = LARGE_NORMS[name](x)
+    results = eager if isinstance(eager, tuple) else (eager,)
+    assert all(result.isfinite().all() for result in results)
+    ours = Lowered(LARGE_NORMS[name], [x.detach()])(x.detach())
+    torch.testing.assert_close(ours, [result.detach() for result in results], rtol=4e-3, atol=4e-3)

@@ -229,3 +229,10 @@ def test_sizes_that_change():
     assert not lowered.refusals
     for x, i in [(CUBE, REPEATED), (CUBE[:4, :5, :3].contiguous(), torch.tensor([1, 1, 0, 2]))]:
         torch.testing.assert_close(lowered(x, i), list(function(x, i)))
+
+
+def test_numbers_that_are_added_at_a_mask_are_added() -> None:
+    number = torch.tensor(0.5)
+    assert_like_eager(
+        lambda x, mask, number: x.index_put([mask], number, accumulate=True), TABLE, TABLE > 0.2, number, ort=False
+    )

@@ -200,3 +200,21 @@ def test_layer_norm_withstands_a_large_mean(mean: float) -> None:
     exact = functional.layer_norm(x.double(), [384])
     eager = functional.layer_norm(x, [384])
     assert (ours - exact).abs().max() <= 2 * (eager - exact).abs().max() + 1e-5
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.bfloat16])
+def test_a_sigmoid_is_exact_far_from_zero(dtype: torch.dtype) -> None:
+    """A ranking loss takes its logarithm."""
+    x = torch.tensor([-80.0, -30, -20, -17, -9, 0, 17, 30], dtype=dtype)
+    (found,) = Lowered(torch.sigmoid, [x])(x)
+    torch.testing.assert_close(found, torch.sigmoid(x), rtol=4 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).tiny)
+
+
+def test_the_remainder_of_large_integers_is_exact() -> None:
+    x = torch.tensor([2**53 + 1, -(2**53) - 1, 2**62 + 5, -7, 7, 0])
+    assert_like_eager(lambda x: (torch.fmod(x, 3), torch.fmod(x, -5)), x)
+
+
+def test_a_truth_over_no_dimension_is_one_of_each_element() -> None:
+    x = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    assert_like_eager(lambda x: (torch.any(x, dim=()), torch.all(x, dim=())), x)

@@ -95,3 +95,17 @@ def test_an_accelerator_that_scales_already_is_refused():
         OptimizerError, match=r"has a GradScaler \(mixed_precision='no'\), and the loss would be scaled"
     ):
         connect(accelerator, build()[1])
+
+
+def test_gradients_are_clipped_by_value_without_the_scale():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = build()
+    connect(accelerator, optimizer)
+    model, wrapped = accelerator.prepare(model, optimizer)
+    accelerator.backward(loss_of(model, batches()[5]))
+    accelerator.clip_grad_value_(model.parameters(), 1e-3)
+    gradients = torch.cat([p.grad.flatten() for group in optimizer.param_groups for p in group["params"]])
+    assert float(gradients.abs().max()) == pytest.approx(1e-3)
+    before = [parameter.clone() for parameter in model.parameters()]
+    wrapped.step()
+    assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

@@ -405,3 +405,24 @@ def test_a_group_with_a_wrong_option_is_not_added():
     with pytest.raises(OptimizerError, match=r"Invalid adam_w_mode: 7; it is one of 0 \(ADAM_L2_REGULARIZATION\)"):
         optimizer.add_param_group({"params": parameters((2,)), "adam_w_mode": 7})
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_hook_that_changes_a_state_before_it_is_loaded_is_obeyed():
+    def stepped():
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = FusedAdam([weight], lr=0.1)
+        weight.grad = torch.tensor([1.0, 2.0, 3.0])
+        optimizer.step()
+        return weight, optimizer
+
+    def unwrapped(_, given):
+        inner = given["inside"]
+        moments = {name: value * 2 if name == "exp_avg" else value for name, value in inner["state"][0].items()}
+        return {**inner, "state": {0: moments}}
+
+    _, saved = stepped()
+    weight, optimizer = stepped()
+    optimizer.register_load_state_dict_pre_hook(unwrapped)
+    optimizer.load_state_dict({"inside": saved.state_dict()})
+    assert torch.equal(optimizer.state[weight]["exp_avg"], 2 * saved.state_dict()["state"][0]["exp_avg"])
+    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1

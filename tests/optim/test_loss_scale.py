@@ -75,3 +75,10 @@ def test_the_configuration_is_followed():
 def test_invalid_loss_scale_settings_are_refused(wrong, message):
     with pytest.raises(OptimizerError, match=message):
         LossScale(**wrong)
+
+
+def test_a_state_with_more_good_steps_than_a_new_window_grows_at_the_next_one():
+    resumed = LossScale(1024.0, window=1000)
+    resumed.load_state_dict({"scale": 1024.0, "good_steps": 1500, "overflows": 0})
+    resumed.update(overflow=False)
+    assert (resumed.scale, resumed.good_steps) == (2048.0, 0)

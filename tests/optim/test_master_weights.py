@@ -220,3 +220,20 @@ def test_impossible_optimizers_are_refused_with_advice():
         other.load_state_dict(optimizer.state_dict())
     with pytest.raises(OptimizerError, match=r"FP16_Optimizer takes a torch.optim.Optimizer.*not a Sequential"):
         FP16_Optimizer(small_model())
+
+
+def test_a_copy_of_an_optimizer_with_a_scheduler_steps_its_own_model():
+    first = small_model()
+    optimizer = FP16_Optimizer(BUILDERS["AdamW"](first.parameters()), loss_scale=LossScale(64.0))
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    for second, copied in (copy.deepcopy((first, optimizer)), pickle.loads(pickle.dumps((first, optimizer)))):
+        before = [p.clone() for p in first.parameters()], [p.clone() for p in second.parameters()]
+        copied.backward(loss_of(second, batches(1)[0]))
+        copied.step()
+        assert all(torch.equal(a, b) for a, b in zip(before[0], first.parameters(), strict=True))
+        assert not all(torch.equal(a, b) for a, b in zip(before[1], second.parameters(), strict=True))
+
+
+def test_an_optimizer_that_evaluates_the_model_several_times_in_a_step_is_refused():
+    with pytest.raises(OptimizerError, match="LBFGS evaluates the model several times"):
+        FP16_Optimizer(torch.optim.LBFGS(small_model().parameters()))

@@ -37,7 +37,15 @@ FUSED: dict[str, Gate] = {
     "of itself": lambda gate, up: functional.silu(gate) * gate + up,
 }
 
+
+def without_gradient(gate: Tensor, up: Tensor) -> Tensor:
+    with torch.no_grad():
+        activated = functional.silu(gate)
+    return activated * up
+
+
 OTHERS: dict[str, Gate] = {
+    "an activation under no_grad": without_gradient,
     "read again": lambda gate, up: (lambda y: y * up + y)(functional.silu(gate)),
     "repeated": lambda gate, up: functional.silu(gate) * up[..., :1],
     "repeated gate": lambda gate, up: functional.silu(gate[..., :1]) * up,

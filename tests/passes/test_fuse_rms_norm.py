@@ -43,6 +43,15 @@ class Cubed(nn.Module):
         return x * torch.rsqrt(x.abs().pow(3).mean(-1, keepdim=True) + 1e-6)
 
 
+class ByAConstant(nn.Module):
+    """Its factor has no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            factor = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return x * factor
+
+
 FUSED: dict[str, Callable[[], nn.Module]] = {
     "Llama": lambda: LlamaRMSNorm(WIDTH, 1e-5),
     "T5": lambda: T5LayerNorm(WIDTH),
@@ -88,7 +97,7 @@ def test_a_frozen_weight_has_no_gradient():
     assert ort_accel.report(ours).counters[NAME] > 0
 
 
-@pytest.mark.parametrize("norm", [WithRead, OverRows, Cubed])
+@pytest.mark.parametrize("norm", [WithRead, OverRows, Cubed, ByAConstant])
 def test_what_is_no_such_norm_stays_as_it_is(norm):
     eager, ours = models(norm(), native=True)
     assert_equal_steps(eager, ours)

@@ -153,3 +153,32 @@ def test_an_error_of_the_computation_reaches_the_reader() -> None:
     lost = LazyTensor((2, 3), torch.float32, torch.device("cpu"), fail)
     with pytest.raises(RuntimeError, match="the weights have changed"):
         lost.sum()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        Doubled.apply,
+        lambda x: torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True),
+        lambda x: Doubled.apply(x.double()),
+    ],
+)
+def test_a_function_of_a_lazy_tensor_has_its_gradient(
+    unread: LazyTensor, computed: Computed, use: Callable[[Tensor], Tensor]
+) -> None:
+    result = use(unread)
+    assert result.requires_grad
+    result.sum().backward()
+    expected = computed.leaf.detach().clone().requires_grad_()
+    use(expected * 2).sum().backward()
+    assert torch.equal(computed.leaf.grad, expected.grad)

@@ -126,10 +126,22 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_at_once(tmp_path):
         StatisticsSubscriber(tmp_path / "file")
 
 
-@pytest.mark.parametrize(("content", "said"), [(None, "holds no activation statistics"), ("{}", "jsonl:1 is no line")])
+NO_FIGURES = b'{"step": 0, "direction": "forward", "module": "", "tensor": 0, "call": 0}'
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "holds no activation statistics"),
+        (b"{}", "jsonl:1 is no line"),
+        (b"\x80\xff\x00", "jsonl:1 is no line"),
+        (NO_FIGURES, "jsonl:1 is no line"),
+        (b"", "are empty"),
+    ],
+)
 def test_a_folder_without_statistics_is_exit_code_2(tmp_path, content, said):
-    if content:
-        (tmp_path / "step-000000.jsonl").write_text(content)
+    if content is not None:
+        (tmp_path / "step-000000.jsonl").write_bytes(content)
     result = CliRunner().invoke(app, ["compare-stats", str(tmp_path), str(tmp_path)])
     assert result.exit_code == 2
     assert said in result.stderr

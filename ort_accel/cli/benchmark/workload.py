@@ -189,7 +189,7 @@ def _classes(size: Workload, generator: torch.Generator) -> torch.Tensor:
 
 def _lengths(size: Workload) -> torch.Tensor:
     """Returns the tokens of each row: evenly spread around the wanted share, which all rows have together."""
-    spread = min(0.8, 1 / size.density - 1)
+    spread = min(0.8, 1 / size.density - 1) if size.batch > 1 else 0.0
     shares = size.density * torch.linspace(1 - spread, 1 + spread, size.batch, dtype=torch.float64)
     ends = (shares.cumsum(0) * size.length).round().long()
     return ends.diff(prepend=ends.new_zeros(1)).clamp(1, size.length)

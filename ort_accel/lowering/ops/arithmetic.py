@@ -134,9 +134,13 @@ def _signs_differ(remainder: Term, divisor: Term) -> Term:
 
 @lowers(aten.fmod.Tensor, aten.fmod.Scalar)
 def fmod(graph: OnnxGraph, one: Operand | Number, other: Operand | Number) -> Result:
-    if not graph.result.dtype.is_floating_point:
-        _integer_divisor(other)
-    return _fmod(graph, one, other)[2]
+    dtype = graph.result.dtype
+    if dtype.is_floating_point:
+        return _fmod(graph, one, other)[2]
+    _integer_divisor(other)  # ONNX Runtime computes fmod of integers in double precision, and their remainder exactly
+    dividend, divisor = (Term(graph, operand_as(graph, item, dtype), dtype) for item in (one, other))
+    rest = dividend.op("Mod", divisor)
+    return (rest - divisor).where(_signs_differ(rest, dividend), rest)
 
 
 @lowers(aten.remainder.Tensor, aten.remainder.Scalar)

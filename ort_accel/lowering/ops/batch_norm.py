@@ -5,36 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any
 
 import torch
 
-from ort_accel.lowering.onnx_graph import HALF_DTYPES, Input, NotLowerable, OnnxGraph, Operand, Value
+from ort_accel.lowering.onnx_graph import Input, NotLowerable, OnnxGraph, Operand, Value
 from ort_accel.lowering.ops.norms import by_channel, inverse_root, mean_over, one_dtype, standardized_gradient, sum_over
 from ort_accel.lowering.ops.reductions import not_empty
-from ort_accel.lowering.registry import Lowering, lowers
+from ort_accel.lowering.registry import lowers
+from ort_accel.lowering.single_precision import in_single_precision
 from ort_accel.lowering.term import Result, Term, term
 
 aten = torch.ops.aten
-
-
-def _rounded_once(lowering: Lowering) -> Lowering:
-    """Let a lowering compute half-precision numbers in single precision, and round only the results."""
-
-    @wraps(lowering)
-    def wide(graph: OnnxGraph, *args: Any) -> Any:
-        if not any(isinstance(item, Operand) and item.dtype in HALF_DTYPES for item in args):
-            return lowering(graph, *args)
-        results = lowering(graph, *(_in_single(graph, item) if isinstance(item, Operand) else item for item in args))
-        promised = zip(results, graph.result, strict=True)
-        return tuple(value and graph.cast_from(value, torch.float32, fake.dtype) for value, fake in promised)
-
-    return wide
-
-
-def _in_single(graph: OnnxGraph, operand: Operand) -> Operand:
-    return Operand(graph.cast(operand, torch.float32), operand.fake.to(torch.float32))
 
 
 def _over(operand: Operand) -> list[int]:
@@ -89,7 +70,7 @@ def _moving_average(running: Term, new: Term, momentum: float) -> Term:
 
 
 @lowers(aten._native_batch_norm_legit_functional.default)
-@_rounded_once
+@in_single_precision
 def batch_norm_functional(
     graph: OnnxGraph,
     operand: Operand,
@@ -114,7 +95,7 @@ def batch_norm_functional(
 
 
 @lowers(aten._native_batch_norm_legit.no_stats)
-@_rounded_once
+@in_single_precision
 def batch_norm_without_running(
     graph: OnnxGraph,
     operand: Operand,
@@ -129,7 +110,7 @@ def batch_norm_without_running(
 
 
 @lowers(aten._native_batch_norm_legit_no_training.default)
-@_rounded_once
+@in_single_precision
 def batch_norm_eval(
     graph: OnnxGraph,
     operand: Operand,
@@ -145,7 +126,7 @@ def batch_norm_eval(
 
 
 @lowers(aten.native_batch_norm_backward.default)
-@_rounded_once
+@in_single_precision
 def batch_norm_backward(
     graph: OnnxGraph,
     grad: Operand,

@@ -10,6 +10,7 @@ from ort_accel.lowering.kernel_bugs import keeps
 from ort_accel.lowering.onnx_graph import NotLowerable, Number, OnnxGraph, Operand, Value
 from ort_accel.lowering.registry import Lowering, lowers
 from ort_accel.lowering.term import Result, Term, exp, floor, log, sign, tanh, term
+from ort_accel.lowering.term import sigmoid as sigmoid_of
 
 aten = torch.ops.aten
 
@@ -60,7 +61,6 @@ for target, name in {
     aten.acosh.default: "Acosh",
     aten.atanh.default: "Atanh",
     aten.tanh.default: "Tanh",
-    aten.sigmoid.default: "Sigmoid",
     aten.relu.default: "Relu",
     aten.abs.default: "Abs",
 }.items():
@@ -109,6 +109,11 @@ def root_of(x: Term) -> Term:
     if keeps("Sqrt", math.inf, x.dtype):
         return root
     return x.where(x.graph.op("IsInf", x, detect_negative=0), root)
+
+
+@lowers(aten.sigmoid.default)
+def sigmoid(graph: OnnxGraph, operand: Operand) -> Result:
+    return sigmoid_of(term(graph, operand, graph.result.dtype))
 
 
 @lowers(aten.sqrt.default)

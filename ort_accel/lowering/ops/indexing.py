@@ -154,10 +154,10 @@ def index(graph: OnnxGraph, operand: Operand, indices: Sequence[Operand | None])
 def index_put(
     graph: OnnxGraph, operand: Operand, indices: Sequence[Operand | None], values: Operand, accumulate: bool = False
 ) -> Value:
-    if len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool:
-        return _fill(graph, operand, indices[0], values)
     if accumulate:
         raise NotLowerable("sums at repeated indices, which ONNX Runtime adds up wrongly")
+    if len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool:
+        return _fill(graph, operand, indices[0], values)
     if torch.are_deterministic_algorithms_enabled():
         raise NotLowerable("which of several values for one place stays is not determined")
     return _written(graph, operand, IndexedDims(indices, operand.ndim), values)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ort_accel.graph.symbolic_sizes import Size, same_shape
+from ort_accel.graph.symbolic_sizes import Size, expression, same_shape
 from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, Value, axis
 from ort_accel.lowering.registry import lowers
 
@@ -71,7 +71,9 @@ def t(graph: OnnxGraph, operand: Operand) -> Value:
 def expand(graph: OnnxGraph, operand: Operand, sizes: Sequence[Size], implicit: bool = False) -> Value:
     if same_shape(operand.shape, graph.result.shape):
         return operand.value
-    return graph.op("Expand", operand, graph.sizes(graph.result.shape))
+    is_empty = 0 in map(expression, graph.result.shape)  # then ONNX Runtime's optimizer drops the `Expand` of a tensor
+    value = graph.scalar(0, operand.dtype) if is_empty else operand.value
+    return graph.op("Expand", value, graph.sizes(graph.result.shape))
 
 
 @lowers(aten.copy.default)

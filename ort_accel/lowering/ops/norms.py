@@ -14,6 +14,7 @@ from ort_accel.lowering.onnx_graph import MICROSOFT, Input, NotLowerable, OnnxGr
 from ort_accel.lowering.ops.elementwise import root_of
 from ort_accel.lowering.ops.reductions import not_empty
 from ort_accel.lowering.registry import lowers
+from ort_accel.lowering.single_precision import in_single_precision
 from ort_accel.lowering.term import Result, Term, term
 from ort_accel.runtime.installed_ort import kernel_refusal
 
@@ -82,6 +83,7 @@ def layer_norm(
     return value, mean, inverse
 
 
+@in_single_precision
 def _exact_layer_norm(
     graph: OnnxGraph,
     operand: Operand,
@@ -103,6 +105,7 @@ def _has_layer_norm_gradient() -> bool:
 
 
 @lowers(aten.native_layer_norm_backward.default)
+@in_single_precision
 def layer_norm_backward(
     graph: OnnxGraph,
     grad: Operand,
@@ -138,6 +141,7 @@ def layer_norm_backward(
 
 
 @lowers(aten._fused_rms_norm.default)
+@in_single_precision
 def rms_norm(
     graph: OnnxGraph, operand: Operand, shape: Sequence[Size], weight: Operand | None, epsilon: float | None
 ) -> tuple[Result | None, ...]:
@@ -165,6 +169,7 @@ def rms_norm_of_rows_backward(
 
 
 @lowers(aten._fused_rms_norm_backward.default)
+@in_single_precision
 def rms_norm_backward(
     graph: OnnxGraph,
     grad: Operand,
@@ -193,6 +198,7 @@ def _last_axes(operand: Operand, shape: Sequence[Size]) -> list[int]:
 
 
 @lowers(aten.native_group_norm.default)
+@in_single_precision
 def group_norm(
     graph: OnnxGraph,
     operand: Operand,
@@ -217,6 +223,7 @@ def group_norm(
 
 
 @lowers(aten.native_group_norm_backward.default)
+@in_single_precision
 def group_norm_backward(
     graph: OnnxGraph,
     grad: Operand,

@@ -50,9 +50,16 @@ def slice_backward(
     if not isinstance(expression(start), int):
         raise NotLowerable("the gradient of a slice that does not start at a fixed place")
     length, size = grad.shape[dim], sizes[dim]
-    before: Size = start if start >= 0 else torch.sym_max(start + size, 0)  # type: ignore[no-untyped-call]
+    before: Size = _place(start, size)
     value = grad.value if step == 1 else _spread(graph, grad, dim, step)
     return _padded_in(graph, value, dim, before, size - before - ((length - 1) * step + 1))
+
+
+def _place(start: Size, size: Size) -> Size:
+    """Return where a slice begins, which may be given from the end, or lie beyond it."""
+    if start < 0:
+        return torch.sym_max(start + size, 0)  # type: ignore[no-untyped-call,no-any-return]
+    return torch.sym_min(start, size)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _spread(graph: OnnxGraph, operand: Operand, dim: int, step: int) -> Value:

@@ -173,6 +173,8 @@ def _quantifier(op_type: str) -> Lowering:
         not_empty(operand)
         if graph.result.dtype != torch.bool:
             raise NotLowerable(f"a truth value in {graph.result.dtype}")
+        if dims is not None and not isinstance(dims, int) and not dims:
+            return truth(graph, operand)  # over no dimension; a sum over none is one over all
         return _of_truths(graph, op_type, operand, [dims] if isinstance(dims, int) else dims, keepdim)
 
     return lowering

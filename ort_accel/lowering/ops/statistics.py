@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ort_accel.lowering.onnx_graph import NotLowerable, OnnxGraph, Operand, axis
+from ort_accel.lowering.onnx_graph import HALF_DTYPES, NotLowerable, OnnxGraph, Operand, axis
 from ort_accel.lowering.ops.elementwise import root_of
 from ort_accel.lowering.ops.reductions import Dims, extreme_of, not_empty, reduce
 from ort_accel.lowering.registry import lowers
+from ort_accel.lowering.single_precision import in_single_precision
 from ort_accel.lowering.term import Result, Term, term
 
 aten = torch.ops.aten
@@ -35,6 +36,7 @@ def _variance(
 
 
 @lowers(aten.var.correction)
+@in_single_precision
 def var(
     graph: OnnxGraph, operand: Operand, dims: Dims = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Result:
@@ -42,6 +44,7 @@ def var(
 
 
 @lowers(aten.std.correction)
+@in_single_precision
 def std(
     graph: OnnxGraph, operand: Operand, dims: Dims = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Result:
@@ -49,6 +52,7 @@ def std(
 
 
 @lowers(aten.var_mean.correction)
+@in_single_precision
 def var_mean(
     graph: OnnxGraph, operand: Operand, dims: Dims = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Result, Result]:
@@ -56,6 +60,7 @@ def var_mean(
 
 
 @lowers(aten.std_mean.correction)
+@in_single_precision
 def std_mean(
     graph: OnnxGraph, operand: Operand, dims: Dims = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Result, Result]:
@@ -74,11 +79,14 @@ def vector_norm(
     dtype: torch.dtype | None = None,
 ) -> Result:
     not_empty(operand)
-    fake = operand.fake.to(graph.result.dtype)
-    length = Operand(graph.op("Abs", graph.cast(operand, graph.result.dtype)), fake)
+    wide = torch.float32 if graph.result.dtype in HALF_DTYPES else graph.result.dtype
+    length = Operand(graph.op("Abs", graph.cast(operand, wide)), operand.fake.to(wide))
     if order in {math.inf, -math.inf}:
-        return extreme_of(graph, "ReduceMax" if order > 0 else "ReduceMin", length, dims, keepdim)
-    return _power_norm(graph, length, order, dims, keepdim)
+        found: Result = extreme_of(graph, "ReduceMax" if order > 0 else "ReduceMin", length, dims, keepdim)
+    else:
+        found = _power_norm(graph, length, order, dims, keepdim)
+    value = found.value if isinstance(found, Term) else found
+    return graph.cast_from(value, wide, graph.result.dtype)
 
 
 def _power_norm(graph: OnnxGraph, length: Operand, order: float, dims: Dims, keepdim: bool) -> Result:

@@ -1,0 +1,119 @@
+"""Labels and masks that a model changes in place are known before it runs, or nothing is left out on their account."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.row_skipping.modules import VOCABULARY, WIDTH, Attention, first_tokens, keys_of, padded
+from tests.row_skipping.rewritten import Rewritten, assert_as_eager
+
+LENGTHS = [(2, 5, 9), (9, 1, 4)]
+
+
+class Head(nn.Module):
+    """Reads labels in a way of its own."""
+
+    def __init__(self, labels: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head, self._labels = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY), labels
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), self._labels(labels).reshape(-1))
+
+
+def shifted_by_a_write(labels: Tensor) -> Tensor:
+    found = torch.full_like(labels, -100)
+    found[:, :-1] = labels[:, 1:]
+    return found
+
+
+def without_the_prompt(labels: Tensor) -> Tensor:
+    found = labels.clone()
+    found[:, :2] = -100
+    return found
+
+
+@pytest.mark.parametrize("labels", [shifted_by_a_write, without_the_prompt])
+def test_labels_that_a_model_writes_into_are_those_after_the_write(
+    labels: Callable[[Tensor], Tensor],
+) -> None:
+    model = Head(labels)
+    ours = Rewritten(model)
+    for lengths in LENGTHS:
+        ids, mask = padded(*lengths)
+        given = ids.masked_fill(mask == 0, -100)
+        assert_as_eager(model, ours, ids, given)
+        assert ours.kept()[-1][0] == int((labels(given) != -100).sum())
+    assert ours.ran == {"some rows": len(LENGTHS)}
+
+
+def with_open_columns(mask: Tensor) -> Tensor:
+    found = keys_of(mask).clone()
+    found[..., 0:1] = True
+    found[:, :, :, -2:] = True
+    return found
+
+
+def test_a_mask_that_a_model_opens_in_place_hides_what_is_left() -> None:
+    model = Attention(first_tokens, with_open_columns)
+    ours = Rewritten(model)
+    for lengths in LENGTHS:
+        ids, mask = padded(*lengths)
+        assert_as_eager(model, ours, ids, mask)
+        assert ours.kept()[-1][0] == int(with_open_columns(mask).sum())
+
+
+class ReadTwice(Attention):
+    """Attends once before the mask is changed, and once behind."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x, pairs = self.embed(ids), keys_of(mask).clone()
+        for is_last in (False, True):
+            if is_last:
+                pairs[..., -3:] = True
+            with torch.set_grad_enabled(is_last):  # the backward could not read what was changed
+                q, k, v = (part.transpose(1, 2) for part in self.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2))
+                found = F.scaled_dot_product_attention(q, k, v, attn_mask=pairs)
+            x = x + found.transpose(1, 2).flatten(2)
+        return x[:, 0]
+
+
+class FromTheModel(Attention):
+    """Writes what the model has computed into the mask."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x, pairs = self.embed(ids), keys_of(mask).clone()
+        pairs[:, 0, 0, :] = pairs[:, 0, 0, :] | (x.sum(-1) > 0)
+        q, k, v = (part.transpose(1, 2) for part in self.qkv(x).unflatten(-1, (3, 2, -1)).unbind(2))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=pairs).transpose(1, 2).flatten(2)[:, 0]
+
+
+@pytest.mark.parametrize("kind", [ReadTwice, FromTheModel])
+def test_where_the_pairs_are_not_known_all_keys_are_read_and_the_mask_applies(kind: type[Attention]) -> None:
+    model = kind(first_tokens, keys_of)
+    ours = Rewritten(model)
+    for lengths in LENGTHS:
+        assert_as_eager(model, ours, *padded(*lengths))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ones_and_zeros_that_are_added_to_scores_hide_nothing(dtype: torch.dtype) -> None:
+    model = Attention(first_tokens, lambda mask: keys_of(mask).to(dtype)).to(dtype)
+    ours = Rewritten(model)
+    for lengths in LENGTHS:
+        assert_as_eager(model, ours, *padded(*lengths))
+
+
+def test_an_embedding_whose_gradient_counts_ids_reads_all_of_them() -> None:
+    model = Head(lambda labels: labels)
+    model.embed = nn.Embedding(VOCABULARY, WIDTH, scale_grad_by_freq=True)
+    ours = Rewritten(model)
+    for lengths in LENGTHS:
+        ids, mask = padded(*lengths)
+        assert_as_eager(model, ours, ids, ids.masked_fill(mask == 0, -100))
