@@ -11,8 +11,17 @@ import pytest
 
 from ort_accel.executor.ort_segment import OrtSegment
 from ort_accel.generated import takeover, trial
-from ort_accel.generated.takeover import COMPILING, FEATURE, Kept
-from ort_accel.generated.trial import CLUSTERS, NONE_FASTER, OPERATORS, PROGRAM, TRYING, Candidate, WatchedSegment
+from ort_accel.generated.takeover import COMPILING, FEATURE, NONE_COMPILED, Kept
+from ort_accel.generated.trial import (
+    CLUSTERS,
+    NONE_BEFORE,
+    NONE_FASTER,
+    OPERATORS,
+    PROGRAM,
+    TRYING,
+    Candidate,
+    WatchedSegment,
+)
 from ort_accel.graph_cache.pickling import dumped, loaded
 from ort_accel.native.library import native_library
 from ort_accel.reporting.report import State
@@ -398,3 +407,23 @@ def test_a_kept_graph_tries_no_kernels(compiler: Compiler, kernels_win: None, ru
     watched.run = loaded(dumped(watched.run, known), known)
     watched.runs()
     assert set(runs) == {OPERATORS}
+
+
+def test_the_next_start_tries_again_what_the_compiler_failed_at(
+    compiler: Compiler, kernels_win: None, runs: list[str], tmp_path: Path
+) -> None:
+    compiler.compiler_error = "CppCompileError: No space left on device"
+    first = Watched(delay_seconds={CLUSTERS: 0.0, PROGRAM: 0.0}, folder=tmp_path)
+    first.runs()
+    assert first.report.features[FEATURE].reason == NONE_COMPILED
+    assert first.report.notes == [f"generated code could not be compiled: {compiler.compiler_error}"]
+    assert not files(tmp_path)
+    compiler.compiler_error = ""
+    Watched(delay_seconds={CLUSTERS: 0.0}, folder=tmp_path).runs(MANY + 2)
+    assert runs[-1] == CLUSTERS
+
+
+def test_a_start_that_has_nothing_left_to_try_says_so(compiler: Compiler, clock: Clock, tmp_path: Path) -> None:
+    clock.seconds = lambda way, run: {OPERATORS: 1.0, CLUSTERS: 2.0}[way]
+    Watched(folder=tmp_path).runs(MANY + 2)
+    assert Watched(folder=tmp_path).report.features[FEATURE].reason == NONE_BEFORE

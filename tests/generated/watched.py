@@ -105,6 +105,8 @@ class Compiler:
         self.clusters: dict[str, Cluster] = {}
         self.program_text = PROGRAM_TEXT
         self.program_error = ""
+        self.compiler_error = ""
+        """An error that another start may not meet."""
         self.requests: list[list[str]] = []
         self.conditions: list[str] = []
         self.error: Exception | None = None
@@ -121,6 +123,8 @@ class Compiler:
         return b"a library", {name: self._outcome(name, part) for name, part in found.items()}
 
     def _outcome(self, name: str, part: Cluster | WholeGraph) -> Outcome:
+        if self.compiler_error:
+            return Outcome(self.compiler_error, is_final=False)
         conditions = [text for text in self.conditions if set(re.findall(r"s\d", text)) <= set(part.hints)]
         if isinstance(part, Cluster):
             self.clusters[name] = part
