@@ -61,6 +61,8 @@ TAKES_TENSORS: dict[Any, OpOverload[..., Any]] = {
 }
 """Overloads with a tensor in place of a number, which need no copy of the operator with typed numbers."""
 
+COMPARISONS = frozenset([aten.eq, aten.ge, aten.gt, aten.le, aten.lt, aten.ne])
+
 TAKES_NUMBERS: dict[Any, OpOverload[..., Any]] = {
     aten.add.Tensor: aten.add.Scalar,
     aten.div.Tensor: aten.div.Scalar,
@@ -163,7 +165,13 @@ def _with_numbers_placed(node: fx.Node) -> tuple[OpOverload[..., Any], list[Any]
     ]
     second = values[1] if len(values) > 1 else None
     is_size = isinstance(second, fx.Node) and not isinstance(second.meta["val"], torch.Tensor)
+    if isinstance(second, float) and node.target.overloadpacket in COMPARISONS and not _is_floating(values[0]):
+        return node.target, values  # the number is compared in single precision, and a tensor of it would be in double
     return (TAKES_NUMBERS if is_size else TAKES_TENSORS).get(node.target, node.target), values
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, fx.Node) and bool(value.meta["val"].is_floating_point())
 
 
 def _is_number(kind: Any) -> bool:

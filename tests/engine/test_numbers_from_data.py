@@ -10,6 +10,8 @@ import torch._dynamo
 from torch import Tensor, nn
 
 import ort_accel
+from ort_accel.reporting.fallbacks import Reason
+from ort_accel.reporting.segments import Runner
 from tests.against_eager import assert_step_as_eager, assert_two_graphs_each_way, compilations, pair, report
 from tests.pictures import IMAGE, placed, tokens
 from tests.tiers import all_pairs
@@ -123,3 +125,39 @@ def test_evaluation_finds_a_wrong_count_as_well(act: Callable[..., Tensor], mark
         assert ours(tokens(2, 8)).isfinite()
         with pytest.raises(ValueError, match=message):
             ours(tokens(2, 8, marked))
+
+
+class WarmingUp(nn.Module):
+    """Its loss grows with a count that its caller passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, count: int) -> Tensor:
+        return self.last(torch.relu(self.first(x))).square().mean() * min(1, count / 30)
+
+
+def test_a_float_that_is_computed_from_a_changing_number_leaves_the_rest_to_onnxruntime() -> None:
+    eager, ours = pair(WarmingUp())
+    for count in range(3, 9):
+        assert_step_as_eager(eager, ours, torch.randn(6, 16), count)
+    found = report(ours)
+    assert not [item for item in found.fallbacks if item.reason is Reason.FAILED]
+    assert any(item.runner is Runner.ORT for item in found.segments)
+
+
+class Counted(nn.Module):
+    """Scales where a whole number is above one that single precision cannot tell from its neighbour."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
+        return (self.layer(x) * (numbers > 16777216.0)).sum() + self.layer(x).square().mean()
+
+
+def test_a_whole_number_is_compared_with_a_float_as_in_eager_mode() -> None:
+    eager, ours = pair(Counted(), {"engine": {"run_in_pytorch": ["aten.gt"]}})
+    assert_step_as_eager(eager, ours, torch.randn(3, 4), torch.tensor([[16777217], [16777216], [16777300]]))

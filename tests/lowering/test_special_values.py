@@ -218,3 +218,9 @@ def test_the_remainder_of_large_integers_is_exact() -> None:
 def test_a_truth_over_no_dimension_is_one_of_each_element() -> None:
     x = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
     assert_like_eager(lambda x: (torch.any(x, dim=()), torch.all(x, dim=())), x)
+
+
+def test_the_logarithm_of_a_power_is_whole() -> None:
+    powers = torch.arange(40.0)
+    assert_like_eager(lambda x: torch.log2(x).floor(), 2**powers)
+    assert_like_eager(lambda x: torch.log10(x).floor(), 10 ** powers[:11])

@@ -162,21 +162,29 @@ def expm1(graph: OnnxGraph, operand: Operand) -> Result:
     return expm1_of(term(graph, operand, graph.result.dtype))
 
 
-def _scaled(op_type: str | None, factor: float) -> Lowering:
-    def lowering(graph: OnnxGraph, operand: Operand) -> Result:
-        x = term(graph, operand, graph.result.dtype)
-        return (x.op(op_type) if op_type else x) * factor
+def _logarithm(base: float) -> Lowering:
+    """Computes in double precision, so that the logarithm of a power of the base is a whole number."""
+
+    def lowering(graph: OnnxGraph, operand: Operand) -> Value:
+        found = log(term(graph, operand, torch.float64)) * (1 / math.log(base))
+        return graph.cast_from(found.value, torch.float64, graph.result.dtype)
 
     return lowering
 
 
-for target, (function, factor) in {
-    aten.log2.default: ("Log", 1 / math.log(2)),
-    aten.log10.default: ("Log", 1 / math.log(10)),
-    aten.deg2rad.default: (None, math.pi / 180),
-    aten.rad2deg.default: (None, 180 / math.pi),
-}.items():
-    lowers(target)(_scaled(function, factor))
+lowers(aten.log2.default)(_logarithm(2))
+lowers(aten.log10.default)(_logarithm(10))
+
+
+def _scaled(factor: float) -> Lowering:
+    def lowering(graph: OnnxGraph, operand: Operand) -> Result:
+        return term(graph, operand, graph.result.dtype) * factor
+
+    return lowering
+
+
+lowers(aten.deg2rad.default)(_scaled(math.pi / 180))
+lowers(aten.rad2deg.default)(_scaled(180 / math.pi))
 
 
 @lowers(aten.exp2.default)
