@@ -49,4 +49,5 @@ class StepComparison:
 
     def __str__(self) -> str:
         took = f"a training step takes {self.ratio:.2f} times as long on the engine as in eager PyTorch"
-        return f"{took} ({self.pairs} pairs of steps, the last at step {self.step}); {self.runner} runs the next ones"
+        pairs = "1 pair" if self.pairs == 1 else f"{self.pairs} pairs"
+        return f"{took} ({pairs} of steps, the last at step {self.step}); {self.runner} runs the next ones"

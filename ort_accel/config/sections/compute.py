@@ -110,9 +110,9 @@ class Compute(Section):
     thrown away later are not computed."""
 
     placement: Literal["auto", "fixed", "onnxruntime"] = "auto"
-    """The kernels of operators that both can run (cpu only). `auto` times the most frequent ones on either side, once
-    in a process, and large products at their own sizes. PyTorch's kernels then run those that they run faster on this
-    machine. `fixed` follows figures of one machine, so that every run divides the work alike; so do
+    """Who runs the operators that ONNX Runtime and PyTorch can both run (cpu only). `auto` times the most frequent ones
+    in both, once in a process, and large products at their own sizes. PyTorch then runs those that it runs faster on
+    this machine. `fixed` follows figures of one machine, so that every run divides the work alike; so do
     `engine.deterministic` and the keys of `memory` that save memory. `onnxruntime` lets ONNX Runtime run all it can.
     `tuning` measures each graph on its real sizes instead."""
 

@@ -11,8 +11,8 @@ from ort_accel.config.values import Section, Switch
 
 
 class Density(Section):
-    """Not computing what padding and ignored labels make useless. Results stay exactly those of the full
-    computation."""
+    """Skipping of padding and of ignored labels. Losses and gradients are those of the full computation, within
+    rounding."""
 
     labels: Switch = "auto"
     """Compute loss and head only for the tokens whose label is not ignored. `auto` does so while the share of the work

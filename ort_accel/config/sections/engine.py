@@ -72,17 +72,18 @@ class Engine(Section):
     sizes open from the start; `false` compiles each shape on its own, for runs whose shapes never change."""
 
     compile_evaluation: Annotated[Switch, NO_ROW] = "auto"
-    """Compile calls without gradients. `auto` does so at once, but beside a training only when they have
-    taken as long in eager mode as compiling them would: an evaluation of a few seconds is over before that. `true`
-    always does at once, as does `auto` on CUDA, with `deterministic`, `fallback: error`, a `placement`, or where memory
-    is saved; `false` leaves them to eager mode."""
+    """Compile calls without gradients. Without a training `auto` does so at once. During a training it
+    does so once these calls have taken as long in eager mode as compiling is expected to take. On CUDA, with
+    `deterministic`, `fallback: error` or a `placement`, and where memory is saved, `auto` compiles at once. `true`
+    always does, and `false` leaves the calls to eager mode. Steps of `generate` run in eager mode."""
 
     compare_with_eager: Annotated[Literal["auto", False], NO_ROW] = "auto"
     """Compare training steps with eager PyTorch's. `auto` lets the engine and eager mode take turns for
     some steps, goes on with the faster one, and compares them again from time to time; a model whose steps take
     milliseconds begins in eager mode until compiling it pays. Random numbers and gradients are eager's either way, up
     to rounding. It compares nothing with `fallback: error`, `deterministic`, a `placement`, tuning, `save_onnx`,
-    density or `loss_only` set to true, or where memory is held down. `false` lets the engine run every step."""
+    density or `loss_only` set to true, or with a `memory` key that saves memory. `false` lets the engine run every
+    step."""
 
     fallback: Literal["warn", "report", "error"] = "warn"
     """Sets how parts that ONNX Runtime cannot run are reported. PyTorch runs them outside ONNX Runtime's sessions;

@@ -30,7 +30,7 @@ class Fp16(Section):
     """Steps without overflow before the scale grows."""
 
     hysteresis: Annotated[int, Field(ge=1), NO_ROW] = 1
-    """The scale falls on this overflow in a row, and on every one that follows directly."""
+    """The scale falls after so many consecutive overflows, and again on each further consecutive one."""
 
     min_scale: Annotated[
         float,

@@ -21,8 +21,8 @@ class CastPropagation(Section):
 
     strategy: Annotated[Literal["flood_fill", "insert_and_reduce"], NO_ROW] = "flood_fill"
     """The way of casts at level 2: `flood_fill` grows regions of the smaller type from the casts that exist;
-    `insert_and_reduce` adds casts around every operator in `allow` and then cancels neighbours, so that those compute
-    in the smaller type, too, that single precision feeds."""
+    `insert_and_reduce` adds casts around every operator in `allow` and then cancels neighbours, so that operators
+    with fp32 inputs compute in the smaller type as well."""
 
     allow: Annotated[
         tuple[Annotated[str, Field(pattern=r"^[A-Z]\w*$", examples=["Softmax"])], ...],
