@@ -136,7 +136,8 @@ class Backend:
         """Returns what a compiled graph depends on beside the captured graph and its inputs."""
         skipping = self.skipping
         breaks, lazy, learns = skipping.graph_breaks, skipping.leaves_outputs_unread, skipping.learns_of_reads
-        return self.config.to_yaml(), self.compiler.graphs, lazy, breaks, learns
+        settings = self.config.to_yaml(), self.settings.runtime, self.settings.opset
+        return *settings, self.compiler.graphs, lazy, breaks, learns
 
     def _objects(self) -> dict[str, object]:
         """Returns the objects of this process that a kept graph refers to, by name."""

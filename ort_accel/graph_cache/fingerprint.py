@@ -67,10 +67,10 @@ def graph_key(module: fx.GraphModule, inputs: Sequence[Any], context: Sequence[A
 
 @cache
 def _software() -> str:
-    """Describe the engine's source, the versions of its dependencies, and the machine."""
+    """Describe the engine's source and its native library, the versions of its dependencies, and the machine."""
     source = hashlib.sha256()
     root = Path(ort_accel.__file__).parent
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted([*root.rglob("*.py"), *root.rglob("*.so")]):
         source.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     versions = [f"{name} {_version(name)}" for name in PACKAGES]
     built = [torch.__version__, torch.version.git_version, sys.version, platform.machine(), *platform.libc_ver()]

@@ -1,5 +1,6 @@
 """A second start takes compiled graphs from the cache, gives the same bits, and takes nothing that it cannot trust."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ort_accel.compiler import settings
 from ort_accel.compiler.module_call import TRACE_AND_FIRST_RUN
 
 HOUSE = Path(__file__).parents[2]
@@ -189,6 +191,14 @@ def test_another_variable_of_a_library_leads_to_another_graph(start, monkeypatch
     assert start().taken == 0
 
 
+def test_another_onnxruntime_leads_to_another_graph(start, monkeypatch):
+    start()
+    assert graphs(start)
+    other = dataclasses.replace(settings.installed_runtime(), version="1.0")
+    monkeypatch.setattr(settings, "installed_runtime", lambda: other)
+    assert start().taken == 0
+
+
 def test_a_changed_line_of_the_model_leads_to_another_graph(start):
     start()
     assert graphs(start)
@@ -206,7 +216,9 @@ def test_another_version_of_the_engine_leads_to_another_graph(start, tmp_path, m
     monkeypatch.setattr(fingerprint.ort_accel, "__file__", str(source / "__init__.py"))
     before = fingerprint._software.__wrapped__()
     (source / "__init__.py").write_text("one = 2\n")
-    assert fingerprint._software.__wrapped__() != before
+    changed = fingerprint._software.__wrapped__()
+    (source / "library.so").write_bytes(b"kernels")
+    assert len({before, changed, fingerprint._software.__wrapped__()}) == 3
 
 
 class Harm:
