@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import fx
+from torch import fx, get_num_threads
 
 from ort_accel.errors import in_a_line
 from ort_accel.executor.build_model import build
@@ -305,9 +305,9 @@ class Generator:
         self._files.put(self._key(segment), dumped(kept, {}))
 
     def _key(self, segment: OrtSegment) -> str:
-        operators = self.settings.operators
-        text = f"{build_version()}\n{segment.fingerprint()}\n{operators and sorted(operators)}"
-        return hashlib.sha256(text.encode()).hexdigest()
+        operators = self.settings.operators and sorted(self.settings.operators)
+        parts = build_version(), segment.fingerprint(), operators, get_num_threads()  # which decide who is faster
+        return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
 
     def _objects(self, segment: OrtSegment) -> dict[str, object]:
         return {"sessions": self._sessions, "segment": segment, "record": segment.record}

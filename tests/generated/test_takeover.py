@@ -337,9 +337,10 @@ def test_kept_kernels_that_cannot_be_used_are_made_again(
     [
         lambda patch: {"operators": frozenset({"aten.sin.default", "aten.mul.Tensor", "aten.exp.default"})},
         lambda patch: patch.setattr(takeover, "build_version", lambda: "another torch") or {},
+        lambda patch: patch.setattr(takeover, "get_num_threads", lambda: 7) or {},
         lambda patch: {"run": lambda x, y: function(x, y) * 0.25},
     ],
-    ids=["operators", "version", "segment"],
+    ids=["operators", "version", "threads", "segment"],
 )
 def test_what_decides_about_kernels_leads_to_other_files(
     change: Callable[[pytest.MonkeyPatch], dict[str, Any]],
