@@ -139,7 +139,7 @@ def changes_grad_mode(whole: fx.Node, operands: Iterable[Argument]) -> bool:
     One operator in their place would have gradients that the steps cut off.
     """
     modes: dict[fx.Node, object] = {}
-    mode: object = None
+    mode: object = torch.is_grad_enabled()
     for node in whole.graph.nodes:
         if node.target is torch._C._set_grad_enabled:
             mode = node.args[0]
@@ -148,7 +148,8 @@ def changes_grad_mode(whole: fx.Node, operands: Iterable[Argument]) -> bool:
     pending, seen = [whole], set[fx.Node]()
     while pending:
         node = pending.pop()
-        if node in ends or node in seen or node.op in {"placeholder", "get_attr"}:
+        is_input = node in ends or node.op in {"placeholder", "get_attr"}
+        if is_input or node in seen or isinstance(example_of(node), int | torch.SymInt | torch.Size):
             continue
         if modes[node] != modes[whole]:
             return True
