@@ -191,7 +191,7 @@ class PackingCollator:
         length = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
         fills = {"input_ids": self.pad_token_id, "labels": IGNORED, "position_ids": 0}
         batch: dict[str, Any] = {
-            name: torch.tensor([row[name] + [fill] * (length - len(row[name])) for row in rows])
+            name: torch.tensor([row[name] + [fill] * (length - len(row[name])) for row in rows], dtype=torch.long)
             for name, fill in fills.items()
         }
         return batch | (_boundaries(batch["position_ids"]) if self.return_flash_attn_kwargs else {})
