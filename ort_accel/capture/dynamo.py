@@ -34,6 +34,9 @@ training and evaluation, each for static and for dynamic sizes."""
 ACCUMULATED_RECOMPILE_LIMIT = 1 << 16
 """Compilations of a code object for all models of a process: a hyperparameter search builds many."""
 
+BACKWARD_AUTOCAST = {"backward_pass_autocast": "off"} if hasattr(functorch_settings, "backward_pass_autocast") else {}
+"""The backward runs outside of autocast, as PyTorch recommends. Tracing would cast what a model keeps in fp32."""
+
 EXPLANATION_CHARACTERS = 400
 """The length to which explanations are cut: some hold whole tensors and lists."""
 
@@ -72,7 +75,7 @@ def capturing() -> Iterator[None]:
         # Equal sizes get symbols of their own, else batch 8 x length 8 compiles code for squares.
         shape_settings.patch(use_duck_shape=False),  # type: ignore[attr-defined]
         # The backward is compiled with its forward, so that PyTorch runs both if it fails.
-        functorch_settings.patch(force_non_lazy_backward_lowering=True),
+        functorch_settings.patch(force_non_lazy_backward_lowering=True, **BACKWARD_AUTOCAST),
         by_engine(),
     ):
         try:

@@ -124,13 +124,13 @@ def _by_pytorch(
     of_weight, of_bias = (None if one is None else torch.zeros_like(one, dtype=torch.float32) for one in grads[1:])
     valid = target != ignore_index
     _check_targets(target, weight.shape[0], ignore_index)
-    divisor = valid.sum() if reduction == MEAN else 1
+    divisor = valid.sum() if reduction == MEAN else torch.ones(())
     total = hidden.new_zeros((), dtype=torch.float32)
     for rows in row_slices(hidden.shape[0], rows_at_once(weight.shape[0], hidden.dtype)):
         scores = functional.linear(hidden[rows], weight, bias).float()
         losses, slopes = _losses_and_slopes(scores, target[rows], valid[rows], options)
         total += losses.sum()
-        slopes = (slopes / divisor).to(hidden.dtype)
+        slopes = (slopes / divisor.clamp(min=1)).to(hidden.dtype)  # without labels the gradients are zeros
         if to_hidden is not None:
             to_hidden[rows] = slopes @ weight
         if of_weight is not None:

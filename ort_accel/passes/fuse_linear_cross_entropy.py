@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.amp.autocast_mode import _enter_autocast
 from torch.fx.node import Argument
 
 from ort_accel.kernels.linear_cross_entropy import MEAN, SUM, TYPES, ScoreOptions, linear_cross_entropy
@@ -35,6 +36,8 @@ def fuse_linear_cross_entropy(graph: fx.Graph, _: PassOptions) -> int:
     """Fuse each head with its loss; returns how many."""
     heads = [head for node in graph.nodes if (head := _match(node)) is not None]
     found = [head for head in heads if not changes_grad_mode(head.loss, (*head.linear, head.target))]
+    if torch.is_autocast_enabled("cpu") or any(node.target is _enter_autocast for node in graph.nodes):
+        found = [head for head in found if head.dtype != torch.float32]  # the model switches autocast off for its head
     for head in found:
         dtype = example_of(head.loss).dtype
         with graph.inserting_before(head.loss):
@@ -82,6 +85,8 @@ class _Head:
     ignore_index: int
     smoothing: float
     scores: _Scores
+    dtype: torch.dtype
+    """The type of the products."""
 
     def operands(self, graph: fx.Graph) -> tuple[Argument, ...]:
         hidden, weight, bias = self.linear
@@ -110,7 +115,7 @@ def _match(node: fx.Node) -> _Head | None:
     of_linear = {"bias": None} | dict(zip(names, linear.args, strict=False)) | linear.kwargs
     operands = [of_linear[name] for name in names]
     numbers = REDUCTIONS[given["reduction"]], given["ignore_index"], float(given["label_smoothing"])
-    return _Head(node, operands, target, *numbers, steps)
+    return _Head(node, operands, target, *numbers, steps, example_of(linear).dtype)
 
 
 def _loss_arguments(node: fx.Node) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """`precision.cache_cast_weights`: the 16-bit copy of a weight is cast once for all micro-batches of a step.
 
-A copy is valid while its weight has the same memory and version, and while gradients are accumulated. The first
-micro-batch after `zero_grad` always casts again. Every optimizer step drops all copies before it changes weights, since
-writes through `.data` do not change a tensor's version.
+A copy is valid while its weight has the same memory, version and numbers, and while gradients are accumulated. The
+first micro-batch after `zero_grad` always casts again, and every optimizer step drops all copies. Writes through
+`.data` do not change a tensor's version, so a sample of the numbers is compared.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from ort_accel.reporting.report import Report
 
 FEATURE = "precision.cache_cast_weights"
 
+SAMPLED_NUMBERS = 64
+
 Key = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
@@ -29,6 +31,8 @@ class _Copy:
     weight: Tensor
     """A view of the weight, which keeps its memory from being reused while the copy is kept."""
     copy: Tensor
+    sample: Tensor
+    """Some numbers of the weight when it was cast."""
 
 
 class WeightCopies:
@@ -67,15 +71,21 @@ class WeightCopies:
     def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         key = (weight.data_ptr(), weight.shape, weight.stride(), dtype)
         kept, version = self._copies.get(key), None if weight.is_inference() else weight._version
-        if kept is not None and kept.version == version:
+        if kept is not None and kept.version == version and torch.equal(kept.sample, _sample(weight)):
             self._report.counters["weight copies used again"] += 1
             return kept.copy
         copy = weight.to(dtype)
         if self._keeps and version is not None:
-            self._copies[key] = _Copy(version, weight.detach(), copy)
+            self._copies[key] = _Copy(version, weight.detach(), copy, _sample(weight).clone())
         return copy
 
     def _record(self) -> None:
         size = sum(each.copy.nbytes for each in self._copies.values()) / 2**20
         effect = f"copies of {len(self._copies)} weights ({size:.1f} MiB) are kept between micro-batches"
         self._report.applied(FEATURE, effect)
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Returns numbers that are spread over a weight."""
+    dense = weight.detach() if weight.is_contiguous() else weight.detach().transpose(0, -1).contiguous()
+    return dense.flatten()[:: max(weight.numel() // SAMPLED_NUMBERS, 1)]

@@ -208,3 +208,40 @@ def test_evaluation_in_between_changes_nothing():
             model(batch(5))
     both(models, 1)
     assert counted(models[1]) == 4
+
+
+def test_a_loop_that_updates_weights_through_data_trains():
+    models = pair()
+    for seed in range(4):
+        both(models, seed)
+        for model in models:
+            for parameter in model.parameters():
+                parameter.data -= 0.3 * parameter.grad
+                parameter.grad.zero_()
+
+
+class WideParts(nn.Module):
+    """Keeps a router and the head in single precision under autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.router, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 1100)
+
+    def forward(self, x):
+        hidden = self.body(x).float()
+        with torch.autocast("cpu", enabled=False):
+            hidden = hidden * self.router(hidden).softmax(-1)
+            scores = self.head(hidden)
+        return nn.functional.cross_entropy(scores, torch.arange(len(x)))
+
+
+@pytest.mark.parametrize("fusions", ["auto", False])
+def test_what_a_model_keeps_in_single_precision_has_gradients_in_single_precision(fusions):
+    torch.manual_seed(0)
+    eager = WideParts()
+    ours = ort_accel.accelerate(copy.deepcopy(eager), {"compute": {"fusions": fusions}})
+    losses = [backward(model, 1) for model in (eager, ours)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+    for name in ("router", "head"):
+        wanted, found = (getattr(model, name).weight.grad for model in (eager, ours))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
