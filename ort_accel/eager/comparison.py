@@ -88,7 +88,7 @@ class EagerComparison:
         if self._why_not or (self._follows_pytorch and torch.are_deterministic_algorithms_enabled()):
             return engine()
         step = self._step
-        if step is None or step.is_over:
+        if step is None or step.is_over or step.was_abandoned:
             step = self._step = self._begin(model, inputs)
         if step.calls >= MOST_CALLS:
             self._give_up("no backward follows the model's calls")

@@ -65,6 +65,11 @@ class Step:
         """False if something happened in the step that other steps lack, such as a compilation."""
         self.is_over = False
 
+    @property
+    def was_abandoned(self) -> bool:
+        """True if an error has ended its backward."""
+        return self._backward is not None and not self.is_over and torch._C._current_graph_task_id() == -1
+
     def call(self, forward: Callable[[], Result], inputs: Iterable[object]) -> Result:
         """Run a forward as part of this step."""
         self.calls += 1

@@ -109,7 +109,7 @@ def _state() -> Iterator[str]:
         ]
     )
     for settings in (dynamo_settings, functorch_settings, shape_settings):
-        values = settings.get_config_copy().items()
+        values = [item for item in settings.get_config_copy().items() if item[0] != "debug_dir_root"]
         yield repr(sorted((name, value) for name, value in values if isinstance(value, bool | int | float | str)))
 
 

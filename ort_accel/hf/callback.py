@@ -66,6 +66,11 @@ class ORTAccelCallback(TrainerCallback):
                 "every step, so that nothing compiled for it stays valid; start one process a GPU "
                 f"(`torchrun --nproc_per_node {args.n_gpu} script.py`), or show it only one (`CUDA_VISIBLE_DEVICES=0`)"
             )
+        if self.config.engine.enabled and args.torch_compile:
+            raise OrtAccelError(
+                "torch_compile is true in the training arguments, and a model has one compiler; remove torch_compile, "
+                "or set engine.enabled to false"
+            )
         if self.config.engine.enabled and args.device.type == "mps":
             raise OrtAccelError(
                 "the Trainer puts its model on mps, and no ONNX Runtime trains there; set use_cpu=True in its arguments"

@@ -48,7 +48,7 @@ def _operand(inputs: RuleInputs, node: fx.Node, result: Tensor, dims: Dims) -> T
         for dim in sorted((d for d in gone if d >= 0), reverse=True):
             value = value.squeeze(dim)
         if not matching:
-            return value
+            return value if value.ndim or not fake.ndim else value.unsqueeze(0)  # shape () promotes less
     for _ in range(missing - sum(d < missing for d in dims)):
         value = value.unsqueeze(1)
     return value

@@ -303,6 +303,9 @@ class _BatchAnalysis:
         """Returns flags of the keys that these queries attend to; the batch does not fit if a query has none."""
         batch, _, keys = self._sizes_of(attention)
         queries = query_flags.view(batch, -1)
+        mask = self._masks[attention.node]
+        if mask is not None and mask.ndim == 4 and mask.shape[1] > 1:  # each head on its own needs a key
+            self.fits &= bool((mask.any(3).all(1) | ~queries).all())
         reached = torch.zeros(batch, keys, dtype=torch.bool)
         for rows, tokens, allowed in self._parts_of(attention):
             asking = queries[rows, tokens]

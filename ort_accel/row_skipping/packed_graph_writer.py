@@ -18,9 +18,10 @@ from ort_accel.graph.nodes import is_getitem, is_random, without_source_line
 from ort_accel.graph.symbolic_sizes import Size, expression
 from ort_accel.kernels.dropout_mask import kept
 from ort_accel.kernels.packed_rows import own
-from ort_accel.row_skipping.attention_match import Attention, flat_heads
+from ort_accel.row_skipping.attention_match import Attention, flat_heads, match_fused_attention
 from ort_accel.row_skipping.batch_row_tables import RowTableBuilder
 from ort_accel.row_skipping.ignored_labels import Loss
+from ort_accel.row_skipping.mutation import mutated_nodes
 from ort_accel.row_skipping.row_flow import (
     Dims,
     Propagation,
@@ -57,6 +58,8 @@ class PackedGraphWriter(fx.Interpreter):
         self._placeholders = module.graph.find_nodes(op="placeholder")
         self._table_builder, self._plan, self._unread = tables, tables.plan, unread
         self._demands = tables.plan.demands
+        self._mutated = mutated_nodes(module.graph)
+        """Nodes whose rows are packed anew for each reader, since a write may lie between two of them."""
         self._packed: dict[tuple[fx.Node, Dims, int, bool], Tensor] = {}
         self._subsets: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._coordinates: dict[tuple[int, int, tuple[SizeExpression, ...]], Tensor] = {}
@@ -83,6 +86,10 @@ class PackedGraphWriter(fx.Interpreter):
     def _call(self, node: fx.Node) -> Any:
         if node.target in DROPOUTS and (node not in self._demands.of or node in self._plan.set_of):
             return self._dropout(node)
+        if node not in self._demands.of and (attention := match_fused_attention(node)):
+            if attention.dropout:
+                self._draw_for_pairs(attention, 1 - attention.dropout)
+            return None
         if node not in self._demands.of and not is_random(node):
             return None
         if node in self._plan.set_of:
@@ -140,7 +147,7 @@ class PackedGraphWriter(fx.Interpreter):
     def packed(self, node: fx.Node, dims: Dims, rows: RowSet) -> Tensor:
         """Returns these rows of a value, whatever form it has."""
         key = (node, dims, rows.number, torch.is_grad_enabled())  # rows packed under `no_grad` have no gradient
-        if key not in self._packed:
+        if key not in self._packed or node in self._mutated:
             value = self.env[node]
             is_packed = isinstance(value, PackedRows)
             self._packed[key] = self._repack(node, value, dims, rows) if is_packed else self._pack(value, dims, rows)
@@ -235,7 +242,7 @@ class PackedGraphWriter(fx.Interpreter):
         shape = value_of(operand).shape
         dim, start, *_ = slice_arguments(node)
         assert isinstance(start, int)
-        first = start if start >= 0 else self.size(expression(shape[dim])) + start
+        first = start if start >= 0 else torch.sym_max(self.size(expression(shape[dim])) + start, 0)  # type: ignore[no-untyped-call]
         flat: Tensor | int = 0
         for axis, d in enumerate(dims):
             position = self.coordinates(node, axis, rows)

@@ -9,13 +9,14 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from ort_accel.graph.symbolic_sizes import Size, expression, known_equal, same_shape
+from ort_accel.graph.symbolic_sizes import Size, expression, known_equal, known_positive, same_shape
 from ort_accel.row_skipping.layout_rules import is_whole
 from ort_accel.row_skipping.row_flow import dim_argument, shape_of, slice_arguments, tensor_input, value_of
 from ort_accel.row_skipping.row_sets import (
     FixedPosition,
     IndexedPosition,
     ReadRows,
+    SizeExpression,
     SomeRows,
     Unmasked,
     broadcast,
@@ -68,6 +69,14 @@ def _is_arange(node: Argument, size: Size) -> bool:
     return (start, step) == (0, 1) and known_equal(value_of(node).shape[0], size)
 
 
+def _first_row(start: int, size: Size) -> SizeExpression | None:
+    """Returns where a slice begins; None if that is before the first row for some sizes."""
+    whole = expression(size)
+    if start >= 0 or isinstance(whole, int):
+        return start if start >= 0 else max(0, int(whole) + start)
+    return whole + start if known_positive(size + start + 1) else None
+
+
 def match_slice(node: fx.Node, rows: SomeRows) -> ReadRows | None:
     """Returns the rows of a slice along a dimension of rows, as rows of its input."""
     if node.target is not aten.slice.Tensor or is_whole(node):
@@ -76,7 +85,9 @@ def match_slice(node: fx.Node, rows: SomeRows) -> ReadRows | None:
     dim, start, _, step = slice_arguments(node)
     if dim not in rows.dims or step != 1 or not isinstance(start, int):
         return None
-    first = start if start >= 0 else expression(large[dim]) + start
+    first = _first_row(start, large[dim])
+    if first is None:
+        return None
     inner, outer = (tuple(expression(shape[d]) for d in rows.dims) for shape in (small, large))
     return unslice(rows, rows.dims.index(dim), first, inner, outer)
 

@@ -308,3 +308,16 @@ def test_a_copy_of_the_model_is_untouched(steps_of_some_time):
     plain = copy.deepcopy(model)
     train(ort_accel.accelerate(model, {"version": 1}), 3)
     assert plain._compiled_call_impl is None
+
+
+def test_a_backward_that_fails_does_not_end_the_comparison(steps_of_some_time):
+    ours = ort_accel.accelerate(Model(), {"version": 1})
+    train(ours, 12)
+    x, labels = batch(0, 4)
+    loss = ours(x, labels=labels)
+    hook = next(ours.parameters()).register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    hook.remove()
+    train(ours, 70)
+    assert str(ort_accel.report(ours).comparison) in ort_accel.report(ours).features[FEATURE].effect

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, set_seed
 
 import ort_accel
+from ort_accel import OrtAccelError
 from ort_accel.eager import comparison
 from ort_accel.hf import ORTAccelCallback
 from ort_accel.operators.flops import GraphFlops
@@ -191,3 +192,9 @@ def test_trls_sft_trainer_trains_as_in_eager(tmp_path):
     assert ort_accel.report(ours.model).segments
     for name, tensor in eager.model.state_dict().items():
         torch.testing.assert_close(ours.model.state_dict()[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_a_second_compiler_is_refused(tmp_path):
+    args = arguments(tmp_path, torch_compile=True)
+    with pytest.raises(OrtAccelError, match="a model has one compiler"):
+        Trainer(bert(), args, train_dataset=reviews(), callbacks=[ORTAccelCallback()])

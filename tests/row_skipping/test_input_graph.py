@@ -117,3 +117,89 @@ def test_an_embedding_whose_gradient_counts_ids_reads_all_of_them() -> None:
     for lengths in LENGTHS:
         ids, mask = padded(*lengths)
         assert_as_eager(model, ours, ids, ids.masked_fill(mask == 0, -100))
+
+
+class WithSignal(Attention):
+    """Adds a buffer to its input that it has written a number of the layer into."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        signal = torch.zeros_like(x)
+        for layer in range(2):
+            signal[..., 0] = layer + 1
+            x = self.attend(x + signal, mask)
+        return x[:, 0]
+
+
+def test_rows_of_a_buffer_that_is_written_again_are_read_again() -> None:
+    model = WithSignal(first_tokens, keys_of)
+    ours = Rewritten(model)
+    for lengths in LENGTHS:
+        assert_as_eager(model, ours, *padded(*lengths))
+    assert ours.ran["some rows"] == len(LENGTHS)
+
+
+def ahead_in_one_head(mask: Tensor) -> Tensor:
+    length = mask.shape[1]
+    ahead = torch.ones(length, length, dtype=torch.bool).triu(1)
+    heads = torch.stack([torch.ones_like(ahead), ahead])[None] & keys_of(mask)
+    return torch.zeros(heads.shape).masked_fill(~heads, torch.finfo(torch.float32).min)
+
+
+def test_a_head_that_hides_all_keys_of_a_query_reads_padding_as_in_eager_mode() -> None:
+    model = Attention(lambda x: x[:, -1], ahead_in_one_head)
+    ours = Rewritten(model)
+    for lengths in LENGTHS:
+        assert_as_eager(model, ours, *padded(*lengths))
+
+
+class Scaled(Head):
+    """Multiplies scores of tokens with a number in a type of its own."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__(lambda labels: labels)
+        self.factor = nn.Parameter(torch.full(shape, 1.7, dtype=torch.float64))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        scores = self.embed(ids).sum(-1) * self.factor
+        return (scores * (labels != -100)).sum()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_number_promotes_types_by_its_shape(shape: tuple[int, ...]) -> None:
+    model = Scaled(*shape)
+    ours = Rewritten(model)
+    for lengths in LENGTHS:
+        ids, mask = padded(*lengths)
+        assert_as_eager(model, ours, ids, ids.masked_fill(mask == 0, -100))
+
+
+class LastTokens(Head):
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        scores = self.head(self.embed(ids))
+        return F.cross_entropy(scores[:, -12:-3].flatten(0, 1), labels[:, 3:].reshape(-1)[: len(ids) * 6])
+
+
+def test_a_slice_from_the_end_may_begin_before_the_first_token() -> None:
+    model = LastTokens(lambda labels: labels)
+    ours = Rewritten(model)
+    for lengths in LENGTHS:
+        ids, mask = padded(*lengths)
+        assert_as_eager(model, ours, ids, ids.masked_fill(mask == 0, -100))
+
+
+class WithUnread(Attention):
+    """Attends once more, with dropout, and reads nothing of it."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.3)
+        return F.dropout(self.attend(x, mask), 0.2)[:, 0]
+
+
+def test_an_attention_that_nobody_reads_draws_its_mask() -> None:
+    model = WithUnread(first_tokens, keys_of)
+    ours = Rewritten(model)
+    for lengths in LENGTHS:
+        assert_as_eager(model, ours, *padded(*lengths))
+    assert ours.ran["some rows"] == len(LENGTHS)
