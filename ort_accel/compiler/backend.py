@@ -137,7 +137,9 @@ class Backend:
         skipping = self.skipping
         breaks, lazy, learns = skipping.graph_breaks, skipping.leaves_outputs_unread, skipping.learns_of_reads
         settings = self.config.to_yaml(), self.settings.runtime, self.settings.opset
-        return *settings, self.compiler.graphs, lazy, breaks, learns
+        has_budget = self.config.memory.budget is not None and self.memory_watch is not None
+        states = self._state_bytes(1 << 30) if has_budget else 0  # of the optimizer, in a predicted peak
+        return *settings, states, self.compiler.graphs, lazy, breaks, learns
 
     def _objects(self) -> dict[str, object]:
         """Returns the objects of this process that a kept graph refers to, by name."""

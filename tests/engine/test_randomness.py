@@ -182,7 +182,8 @@ def test_what_numpy_and_python_draw_is_theirs(library, draw):
 
 
 @pytest.mark.parametrize("kind", ["batch norm", "maximum pool"])
-def test_a_dropout_behind_a_transposed_input_draws_in_the_order_of_eagers_memory(kind):
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_a_dropout_behind_a_transposed_input_draws_in_the_order_of_eagers_memory(kind, has_gradient):
     norm = nn.BatchNorm1d(6) if kind == "batch norm" else nn.MaxPool1d(2)
-    x = torch.randn(5, 8, 6, requires_grad=True)
+    x = torch.randn(5, 8, 6, requires_grad=has_gradient)
     assert_drawn_as_eager(lambda x: functional.dropout(norm(x.transpose(1, 2)).transpose(1, 2), 0.4), x)

@@ -50,6 +50,7 @@ def train(how):
     model = ort_accel.accelerate(Model(how.get("scale", 1.0)), how["config"])
     if how.get("frozen"):
         model.words.requires_grad_(False)
+    optimizer = getattr(torch.optim, how["optimizer"])(model.parameters()) if "optimizer" in how else None
     numbers, found = torch.Generator().manual_seed(1), []
     torch.manual_seed(5)
     for length in how.get("lengths", [8, 8]):
@@ -182,6 +183,14 @@ def test_whatever_decides_the_result_leads_to_another_graph(start, other):
     start()
     assert graphs(start)
     assert start(**other).taken == 0
+
+
+def test_under_a_budget_another_optimizer_leads_to_another_graph(start):
+    config = {"memory": {"budget": "1GiB"}}
+    start(config=config, optimizer="AdamW")
+    assert graphs(start)
+    assert start(config=config, optimizer="AdamW").taken > 0
+    assert start(config=config, optimizer="SGD").taken == 0
 
 
 def test_another_variable_of_a_library_leads_to_another_graph(start, monkeypatch):

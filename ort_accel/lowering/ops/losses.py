@@ -107,8 +107,6 @@ def reduced(losses: Term, shape: Sequence[Size], reduction: int) -> Term:
 
 def share_of(graph: OnnxGraph, grad: Operand, shape: Sequence[Size], reduction: int) -> Term:
     """Return the part of a loss's gradient that each element gets."""
-    if any(size == 0 for size in shape if isinstance(size, int)):
-        raise NotLowerable("the gradient of a loss of nothing")
     share = term(graph, grad)
     return share / math.prod(shape) if reduction == MEAN else share
 
