@@ -55,7 +55,8 @@ class Compiled:
     def __call__(self, *args: object, **kwargs: object) -> Any:
         if _is_traced() or forward_ad._current_level >= 0:  # graphs have no forward-mode AD
             return self._plain(*args, **kwargs)
-        if not torch.is_grad_enabled() and kwargs.get("past_key_values") is not None:  # a step of `generate`
+        has_cache = self._backend.settings.sees_steps and kwargs.get("past_key_values") is not None
+        if has_cache and not torch.is_grad_enabled():  # a step of `generate`
             return self._in_eager(args, kwargs)
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(leaf, LazyTensor) for leaf in leaves):
