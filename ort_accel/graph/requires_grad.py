@@ -12,18 +12,25 @@ from ort_accel.graph.meta_keys import HAS_GRADIENT
 _DETACH = {torch.ops.aten.detach.default, torch.ops.aten.detach_.default}
 
 
+def grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """Returns for each node if gradients are recorded where it runs, in a graph that is called in the present mode."""
+    modes, enabled = dict[fx.Node, bool](), torch.is_grad_enabled()
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+        modes[node] = enabled
+    return modes
+
+
 def mark_gradients(graph: fx.Graph, inputs: Sequence[object]) -> None:
     """Marks the nodes whose values have a gradient when the graph is called with these inputs."""
-    remaining = iter(inputs)
-    enabled = torch.is_grad_enabled()
+    remaining, modes = iter(inputs), grad_modes(graph)
     for node in graph.nodes:
         if node.op == "placeholder":
             value = next(remaining)
             node.meta[HAS_GRADIENT] = isinstance(value, Tensor) and value.requires_grad
-        elif node.target is torch._C._set_grad_enabled:
-            enabled = bool(node.args[0])
-        else:
-            follows = enabled and node.target not in _DETACH and any(map(has_gradient, node.all_input_nodes))
+        elif node.target is not torch._C._set_grad_enabled:
+            follows = modes[node] and node.target not in _DETACH and any(map(has_gradient, node.all_input_nodes))
             node.meta[HAS_GRADIENT] = follows and _is_floating(node.meta.get("val"))
 
 

@@ -87,6 +87,11 @@ REAL_TYPE = aten.native_layer_norm.default._schema.arguments[-1].real_type
 FLOAT_OF_SIZES = "a float that is computed from sizes or from numbers that change"
 
 
+def reads_float_of_sizes(node: fx.Node) -> bool:
+    """True if an argument of a node is such a float, which neither a model nor a call can be given."""
+    return any(isinstance(item.meta.get("val"), torch.SymFloat) for item in node.all_input_nodes)
+
+
 def why_not_callable(node: fx.Node) -> str:
     """Returns why a node cannot be called through PyTorch's C interface; nothing if it can."""
     if not isinstance(node.target, OpOverload) or node.target in CHECKS:
@@ -96,7 +101,7 @@ def why_not_callable(node: fx.Node) -> str:
     returns = {kind for item in node.target._schema.returns for kind in _kinds(item.real_type)}
     if not is_view(node) and not returns <= {"TensorType", "IntType", "SymIntType"}:
         return "it returns lists"
-    if any(isinstance(item.meta.get("val"), torch.SymFloat) for item in node.all_input_nodes):
+    if reads_float_of_sizes(node):
         return FLOAT_OF_SIZES
     results = fakes_in(node.meta.get("val"))
     for tensor in fakes_in([item.meta.get("val") for item in node.all_input_nodes]) + results:

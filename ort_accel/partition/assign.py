@@ -27,7 +27,7 @@ from ort_accel.kernels import linear_token_scores, token_log_probs
 from ort_accel.kernels.bit_mask import is_bit_mask_op
 from ort_accel.kernels.host_copies import is_host_copy
 from ort_accel.kernels.kernel_call import Calls, kernel_for
-from ort_accel.lowering.aten_call import FLOAT_OF_SIZES, needs_copy, why_not_callable
+from ort_accel.lowering.aten_call import FLOAT_OF_SIZES, needs_copy, reads_float_of_sizes, why_not_callable
 from ort_accel.lowering.onnx_graph import DTYPES, HALF_DTYPES, NotLowerable, OnnxGraph, Operand, Slower, describe
 from ort_accel.lowering.registry import lower, lowerings
 from ort_accel.operators.facts import facts
@@ -174,7 +174,7 @@ class NodeRules:
             return Refusal(Reason.MUTATION)
         if node.target not in lowerings():
             return Refusal(Reason.UNSUPPORTED_OP)
-        if any(isinstance(item.meta.get("val"), torch.SymFloat) for item in node.all_input_nodes):
+        if reads_float_of_sizes(node):
             return Refusal(Reason.UNSUPPORTED_OP, FLOAT_OF_SIZES)
         results = fakes_in(node.meta["val"])
         for tensor in fakes_in([argument.meta.get("val") for argument in node.all_input_nodes]) + results:

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from torch.fx.node import Argument
 
 from ort_accel.graph.nodes import is_getitem, is_view, writes
+from ort_accel.graph.requires_grad import grad_modes
 from ort_accel.graph.symbolic_sizes import expression
 
 CAST = torch.ops.aten._to_copy.default
@@ -138,12 +139,7 @@ def changes_grad_mode(whole: fx.Node, operands: Iterable[Argument]) -> bool:
 
     One operator in their place would have gradients that the steps cut off.
     """
-    modes: dict[fx.Node, object] = {}
-    mode: object = torch.is_grad_enabled()
-    for node in whole.graph.nodes:
-        if node.target is torch._C._set_grad_enabled:
-            mode = node.args[0]
-        modes[node] = mode
+    modes = grad_modes(whole.graph)
     ends = {item for item in operands if isinstance(item, fx.Node)}
     pending, seen = [whole], set[fx.Node]()
     while pending:

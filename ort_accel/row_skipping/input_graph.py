@@ -25,9 +25,15 @@ def input_only_nodes(graph: fx.Graph) -> set[fx.Node]:
 
     A tensor that the graph writes into is one of them if nodes read it after the last write only.
     """
+    return _input_nodes(graph)[1]
+
+
+def _input_nodes(graph: fx.Graph) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Returns all nodes that inputs determine, and those of them that others read with their final value alone."""
     groups = mutated_groups(graph)
     position = {node: number for number, node in enumerate(graph.nodes)}
-    return _computable(graph, groups) - {node for group in groups for node in _read_early(group, position)}
+    computable = _computable(graph, groups)
+    return computable, computable - {node for group in groups for node in _read_early(group, position)}
 
 
 def _computable(graph: fx.Graph, groups: Sequence[Sequence[fx.Node]]) -> set[fx.Node]:
@@ -79,7 +85,7 @@ class InputGraphWriter:
     def __init__(self, module: fx.GraphModule) -> None:
         self._owner, self._graph = module, fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
-        computable, input_only = _computable(module.graph, mutated_groups(module.graph)), input_only_nodes(module.graph)
+        computable, input_only = _input_nodes(module.graph)
         copies: dict[fx.Node, fx.Node] = {}
         for node in module.graph.nodes:
             if node in computable:

@@ -9,6 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ort_accel.graph.nodes import is_getitem, is_random, is_view
+from ort_accel.graph.requires_grad import grad_modes
 from ort_accel.row_skipping.row_flow import tensor_input
 
 aten = torch.ops.aten
@@ -78,14 +79,12 @@ def functionalize(graph: fx.Graph) -> None:
     Later readers of the mutated tensor read the new one. An in-place operator needs all rows; a functional one may
     compute some. Operators under `no_grad` are kept: there a mutated tensor keeps the gradient that it had.
     """
-    enabled = torch.is_grad_enabled()
+    modes = grad_modes(graph)
     position = {node: number for number, node in enumerate(graph.nodes)}
     owner: dict[fx.Node, fx.Node] = {}
     aliases: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
-        if node.target is torch._C._set_grad_enabled:
-            enabled = bool(node.args[0])
-        target = _functional_form(node) if enabled and is_in_place(node) else None
+        target = _functional_form(node) if modes[node] and is_in_place(node) else None
         if target is not None and _is_unaliased(node, owner, aliases, position):
             mutated = tensor_input(node)
             node.target = target

@@ -15,6 +15,15 @@ from tests.row_skipping.rewritten import Rewritten, assert_as_eager
 LENGTHS = [(2, 5, 9), (9, 1, 4)]
 
 
+def as_eager(model: nn.Module, *, with_labels: bool = False) -> Rewritten:
+    """Compares batches of padded tokens with eager mode; `with_labels`: valid tokens are labels, in place of a mask."""
+    ours = Rewritten(model)
+    for lengths in LENGTHS:
+        ids, mask = padded(*lengths)
+        assert_as_eager(model, ours, ids, ids.masked_fill(mask == 0, -100) if with_labels else mask)
+    return ours
+
+
 class Head(nn.Module):
     """Reads labels in a way of its own."""
 
@@ -97,26 +106,19 @@ class FromTheModel(Attention):
 @pytest.mark.parametrize("kind", [ReadTwice, FromTheModel])
 def test_where_the_pairs_are_not_known_all_keys_are_read_and_the_mask_applies(kind: type[Attention]) -> None:
     model = kind(first_tokens, keys_of)
-    ours = Rewritten(model)
-    for lengths in LENGTHS:
-        assert_as_eager(model, ours, *padded(*lengths))
+    as_eager(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ones_and_zeros_that_are_added_to_scores_hide_nothing(dtype: torch.dtype) -> None:
     model = Attention(first_tokens, lambda mask: keys_of(mask).to(dtype)).to(dtype)
-    ours = Rewritten(model)
-    for lengths in LENGTHS:
-        assert_as_eager(model, ours, *padded(*lengths))
+    as_eager(model)
 
 
 def test_an_embedding_whose_gradient_counts_ids_reads_all_of_them() -> None:
     model = Head(lambda labels: labels)
     model.embed = nn.Embedding(VOCABULARY, WIDTH, scale_grad_by_freq=True)
-    ours = Rewritten(model)
-    for lengths in LENGTHS:
-        ids, mask = padded(*lengths)
-        assert_as_eager(model, ours, ids, ids.masked_fill(mask == 0, -100))
+    as_eager(model, with_labels=True)
 
 
 class WithSignal(Attention):
@@ -133,9 +135,7 @@ class WithSignal(Attention):
 
 def test_rows_of_a_buffer_that_is_written_again_are_read_again() -> None:
     model = WithSignal(first_tokens, keys_of)
-    ours = Rewritten(model)
-    for lengths in LENGTHS:
-        assert_as_eager(model, ours, *padded(*lengths))
+    ours = as_eager(model)
     assert ours.ran["some rows"] == len(LENGTHS)
 
 
@@ -148,9 +148,7 @@ def ahead_in_one_head(mask: Tensor) -> Tensor:
 
 def test_a_head_that_hides_all_keys_of_a_query_reads_padding_as_in_eager_mode() -> None:
     model = Attention(lambda x: x[:, -1], ahead_in_one_head)
-    ours = Rewritten(model)
-    for lengths in LENGTHS:
-        assert_as_eager(model, ours, *padded(*lengths))
+    as_eager(model)
 
 
 class Scaled(Head):
@@ -168,10 +166,7 @@ class Scaled(Head):
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_a_number_promotes_types_by_its_shape(shape: tuple[int, ...]) -> None:
     model = Scaled(*shape)
-    ours = Rewritten(model)
-    for lengths in LENGTHS:
-        ids, mask = padded(*lengths)
-        assert_as_eager(model, ours, ids, ids.masked_fill(mask == 0, -100))
+    as_eager(model, with_labels=True)
 
 
 class LastTokens(Head):
@@ -182,10 +177,7 @@ class LastTokens(Head):
 
 def test_a_slice_from_the_end_may_begin_before_the_first_token() -> None:
     model = LastTokens(lambda labels: labels)
-    ours = Rewritten(model)
-    for lengths in LENGTHS:
-        ids, mask = padded(*lengths)
-        assert_as_eager(model, ours, ids, ids.masked_fill(mask == 0, -100))
+    as_eager(model, with_labels=True)
 
 
 class WithUnread(Attention):
@@ -199,7 +191,5 @@ class WithUnread(Attention):
 
 def test_an_attention_that_nobody_reads_draws_its_mask() -> None:
     model = WithUnread(first_tokens, keys_of)
-    ours = Rewritten(model)
-    for lengths in LENGTHS:
-        assert_as_eager(model, ours, *padded(*lengths))
+    ours = as_eager(model)
     assert ours.ran["some rows"] == len(LENGTHS)

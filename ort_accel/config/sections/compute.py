@@ -110,8 +110,8 @@ class Compute(Section):
     thrown away later are not computed."""
 
     placement: Literal["auto", "fixed", "onnxruntime"] = "auto"
-    """Who runs the operators that ONNX Runtime and PyTorch can both run (cpu only). `auto` times the most frequent ones
-    in both, once in a process, and large products at their own sizes. PyTorch then runs those that it runs faster on
+    """Sets who runs the operators that ONNX Runtime and PyTorch can both run (cpu only). `auto` times the most frequent
+    ones in both, once in a process, and large products at their own sizes. PyTorch then runs what it runs faster on
     this machine. `fixed` follows figures of one machine, so that every run divides the work alike; so do
     `engine.deterministic` and the keys of `memory` that save memory. `onnxruntime` lets ONNX Runtime run all it can.
     `tuning` measures each graph on its real sizes instead."""

@@ -120,10 +120,15 @@ def _integer_divisor(divisor: Operand | Number) -> None:
         raise NotLowerable("a division of integers by what may be zero")
 
 
+def _operands(graph: OnnxGraph, one: Operand | Number, other: Operand | Number) -> tuple[Term, Term]:
+    """Return two numbers in the type of the result."""
+    dtype = graph.result.dtype
+    return Term(graph, operand_as(graph, one, dtype), dtype), Term(graph, operand_as(graph, other, dtype), dtype)
+
+
 def _fmod(graph: OnnxGraph, one: Operand | Number, other: Operand | Number) -> tuple[Term, Term, Term]:
     """Return the two numbers, and the remainder with the dividend's sign."""
-    dtype = graph.result.dtype
-    dividend, divisor = (Term(graph, operand_as(graph, item, dtype), dtype) for item in (one, other))
+    dividend, divisor = _operands(graph, one, other)
     return dividend, divisor, dividend.op("Mod", divisor, fmod=1)
 
 
@@ -134,11 +139,10 @@ def _signs_differ(remainder: Term, divisor: Term) -> Term:
 
 @lowers(aten.fmod.Tensor, aten.fmod.Scalar)
 def fmod(graph: OnnxGraph, one: Operand | Number, other: Operand | Number) -> Result:
-    dtype = graph.result.dtype
-    if dtype.is_floating_point:
+    if graph.result.dtype.is_floating_point:
         return _fmod(graph, one, other)[2]
     _integer_divisor(other)  # ONNX Runtime computes fmod of integers in double precision, and their remainder exactly
-    dividend, divisor = (Term(graph, operand_as(graph, item, dtype), dtype) for item in (one, other))
+    dividend, divisor = _operands(graph, one, other)
     rest = dividend.op("Mod", divisor)
     return (rest - divisor).where(_signs_differ(rest, dividend), rest)
 
