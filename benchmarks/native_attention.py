@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ort_accel.cli.benchmark import machine
 from ort_accel.cli.benchmark.timing import compare, in_turns, summary
-from ort_accel.native.attention import Masking, PackedAttention, Span
+from ort_accel.native.attention import Attention, Masking, Span
 from ort_accel.native.library import native_library
 
 Step = Callable[[], Any]
@@ -159,17 +159,17 @@ def _eager(case: Case, operands: Sequence[Tensor], valid: Tensor, kept: Tensor |
     return lambda: math(*operands, mask, 1 - KEEP, is_causal, kept)[0]
 
 
-def _kernels(case: Case, kept: Tensor | None) -> PackedAttention:
+def _kernels(case: Case, kept: Tensor | None) -> Attention:
     spans, end, size = [], 0, case.heads * case.length**2
     for number, length in enumerate(case.lengths()):
         begin, end = end, end + length
         masking = Masking.CAUSAL if case.is_causal else Masking.FULL
         spans.append(Span(begin, end, begin, end, masking, kept_begin=number * size))
     if kept is None:
-        return PackedAttention(spans, case.dim**-0.5)
+        return Attention(spans, case.dim**-0.5)
     bits = (kept.view(-1, 8).to(torch.uint8) << torch.arange(8, dtype=torch.uint8)).sum(1).to(torch.uint8)
     strides = case.length**2, case.length
-    return PackedAttention(spans, case.dim**-0.5, kept=bits, kept_strides=strides, keep=KEEP)
+    return Attention(spans, case.dim**-0.5, kept=bits, kept_strides=strides, keep=KEEP)
 
 
 if __name__ == "__main__":

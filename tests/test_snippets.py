@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -97,10 +97,10 @@ def given(text: str, folder: Path) -> dict[str, Any]:
     if "connect(accelerator" in text:
         names["accelerator"] = Accelerator(cpu=True)
         names["optimizer"] = ort_accel.optim.FusedAdam(model.parameters())
+    names["batch"] = {key: torch.stack([torch.as_tensor(row[key]) for row in data[:2]]) for key in data[0]}
     if "backward(loss)" in text:
         model.bfloat16()
-        batch = {key: torch.stack([torch.as_tensor(row[key]) for row in data[:2]]) for key in data[0]}
-        names["loss"] = model(**batch).loss
+        names["loss"] = model(**names["batch"]).loss
     return names
 
 
@@ -118,17 +118,33 @@ def test_it_runs(page: Path, text: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(("page", "text"), CHECKED, ids=named(CHECKED))
 def test_its_names_can_be_imported_and_its_calls_fit(page: Path, text: str) -> None:
-    tree = ast.parse(text.replace(", ...)", ")"))
-    names = names_for(text)
+    tree, names = ast.parse(text.replace("...)", ")")), names_for(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             module = pytest.importorskip(node.module)
             names |= {alias.name: getattr(module, alias.name) for alias in node.names}
+    check_calls(tree, names)
+
+
+def check_calls(tree: ast.AST, names: Mapping[str, Any]) -> None:
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         target = names.get(ast.unparse(call.func))
         if target is not None:
             keywords = {keyword.arg: None for keyword in call.keywords if keyword.arg}
             inspect.signature(target).bind_partial(*call.args, **keywords)
+
+
+API = (ROOT / "docs" / "python.md").read_text(encoding="utf-8").split("\n## ")[1:]
+
+
+@pytest.mark.parametrize("section", API, ids=[section.partition("\n")[0] for section in API])
+def test_the_python_api_has_every_public_name_and_its_calls_fit(section: str) -> None:
+    module = import_module(section.partition("\n")[0])
+    spelled = " ".join(re.findall("`([^`]+)`", section))
+    assert set(module.__all__) - {"__version__"} <= set(re.findall(r"\w+", spelled))
+    names = {name: getattr(module, name) for name in module.__all__}
+    for first in re.findall(r"^\| `([^`]+)`", section, re.MULTILINE):
+        check_calls(ast.parse(first.replace("...)", ")")), names)
 
 
 def lines(text: str) -> Iterator[list[str]]:

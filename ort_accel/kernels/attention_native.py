@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ort_accel.kernels.bit_mask import to_bits
 from ort_accel.kernels.packed_spans import MASKED, PackedSequence, Pairs
-from ort_accel.native.attention import MASK_TYPES, PackedAttention, Span
-from ort_accel.native.library import native_library
+from ort_accel.native.attention import MASK_TYPES, Attention, Span, takes
 
 Strides = tuple[int, int, int, int]
 
 
-def takes(operands: Sequence[Tensor]) -> bool:
-    """True if the native library runs attention of such operands, unless tokens of a masked sequence have gaps."""
-    is_single = all(one.device.type == "cpu" and one.dtype == torch.float32 for one in operands)
-    return is_single and native_library() is not None
-
-
 def runs(operands: Sequence[Tensor], pairs: Pairs) -> bool:
-    """True if the native library runs an attention."""
+    """True if the native library runs an attention: tokens of a masked sequence must have no gaps."""
     if not takes(operands):
         return False
     sequences = [one for one in pairs.parsed.sequences if one.pairs]
@@ -56,7 +48,7 @@ def backward(
     return attention.backward(_by_rows(grad), query, key, value, _by_rows(out), logsumexp.contiguous())
 
 
-def _attention(pairs: Pairs, keep: float, scale: float) -> PackedAttention:
+def _attention(pairs: Pairs, keep: float, scale: float) -> Attention:
     sequences = [one for one in pairs.parsed.sequences if one.pairs]
     mask = _by_rows(pairs.mask) if pairs.mask is not None and any(one.masking == MASKED for one in sequences) else None
     kept = None if pairs.kept is None else pairs.kept.contiguous()
@@ -70,7 +62,7 @@ def _attention(pairs: Pairs, keep: float, scale: float) -> PackedAttention:
         for one in sequences
     ]  # fmt: skip
     bits = None if kept is None else to_bits(kept)
-    return PackedAttention(spans, scale, 0, mask, mask_strides[1:3], bits, kept_strides[1:3], keep=keep or 1.0)
+    return Attention(spans, scale, 0, mask, mask_strides[1:3], bits, kept_strides[1:3], keep=keep or 1.0)
 
 
 def _first_pair(sequence: PackedSequence, of_pairs: Tensor, strides: Strides) -> int:

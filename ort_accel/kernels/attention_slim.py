@@ -1,4 +1,4 @@
-"""Fused attention for the CPU over keys that groups of heads share, with masks that are read in each step.
+"""Fused attention for the CPU. Groups of heads may share keys, and masks are read in each step.
 
 A mask that hides later tokens and nothing else is passed to the kernel as causal, which halves its work.
 """
@@ -48,8 +48,8 @@ def attention_backward(
 
 def _masking(allowed: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
     """Return the mask if the kernel has to read it, and True if the attention is causal."""
-    if allowed is None:
-        return None, is_causal
+    if allowed is None or allowed.dtype != torch.bool:
+        return allowed, is_causal
     has_causal_mask = _is_causal(allowed, query.shape[2], key.shape[2])
     allows_all = not has_causal_mask and bool(_without_repeats(allowed).all())
     return None if has_causal_mask or allows_all else allowed, has_causal_mask
@@ -87,7 +87,7 @@ define(
 )
 
 SLIM_FORWARD, SLIM_BACKWARD = own.scaled_dot_product_lean, own.scaled_dot_product_lean_backward
-"""Attention over keys that groups of heads share; `allowed` says which keys a query may attend to."""
+"""Attention; `allowed` says which keys a query may attend to, or has numbers to add to the scores."""
 
 SLIM_ATTENTION = {SLIM_FORWARD, SLIM_BACKWARD}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ort_accel.native.library import native_library
 from ort_accel.native.run_kernel import run_kernel
 
 
@@ -37,7 +39,10 @@ class Span(NamedTuple):
 
 
 class _HeadRows(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("row_stride", "head_stride", "sequence_stride")),
+    ]
 
 
 class _Attention(ctypes.Structure):
@@ -50,7 +55,7 @@ class _Attention(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("kept_scale", ctypes.c_float),
         *((name, _HeadRows) for name in ("query", "key", "value", "out")),
-        ("logsumexp", ctypes.c_void_p),
+        ("logsumexp", _HeadRows),
         ("mask", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("mask_type", "mask_head_stride", "mask_query_stride")),
         ("kept", ctypes.c_void_p),
@@ -62,9 +67,19 @@ class _Attention(ctypes.Structure):
 MASK_TYPES = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3}
 
 
+def takes(operands: Sequence[Tensor]) -> bool:
+    """True if the native library is there and faster than PyTorch for such operands."""
+    is_single = all(one.device.type == "cpu" and one.dtype == torch.float32 for one in operands)
+    return is_single and native_library() is not None
+
+
 @dataclass(frozen=True)
-class PackedAttention:
-    """Attention of packed sequences. Tensors are [rows, heads, dim], with their numbers of a head side by side."""
+class Attention:
+    """Attention of sequences. Tensors have their numbers of a head side by side.
+
+    They are [rows, heads, dim] for packed sequences, and [sequences, rows, heads, dim] for sequences of one length. The
+    rows of a span are counted from the first row of all, or from the first row of its sequence.
+    """
 
     spans: Sequence[Span]
     scale: float
@@ -85,7 +100,7 @@ class PackedAttention:
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the results, and the logarithms of the rows' sums."""
         make = query.new_empty if self._covers(query, 0) else query.new_zeros
-        out, logsumexp = make((*query.shape[:2], value.shape[2])), make(query.shape[:2], dtype=torch.float32)
+        out, logsumexp = make((*query.shape[:-1], value.shape[-1])), make(query.shape[:-1], dtype=torch.float32)
         self._run("attention_forward", query, key, value, out, logsumexp)
         return out, logsumexp
 
@@ -104,7 +119,7 @@ class PackedAttention:
 
     def _covers(self, rows: Tensor, side: int) -> bool:
         """True if each row belongs to a sequence; `side` is where a span has the range of these rows."""
-        return sum(span[side + 1] - span[side] for span in self.spans) == rows.shape[0]
+        return sum(span[side + 1] - span[side] for span in self.spans) == math.prod(rows.shape[:-2])
 
     def _run(
         self,
@@ -117,12 +132,12 @@ class PackedAttention:
         grads: dict[str, _HeadRows] | None = None,
     ) -> None:
         spans = (ctypes.c_int64 * (8 * len(self.spans)))(*(number for span in self.spans for number in span))
-        sizes = (len(self.spans), query.shape[1], key.shape[1], query.shape[2], value.shape[2])
+        sizes = (len(self.spans), query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1])
         threads = torch.get_num_threads() if self.threads is None else self.threads
         given = _Attention(
             ctypes.addressof(spans), *sizes, query.dtype == torch.bfloat16, self.window, threads, self.scale,
             1 / self.keep,
-            *map(_rows, (query, key, value, out)), logsumexp.data_ptr(),
+            *map(_rows, (query, key, value, out, logsumexp.unsqueeze(-1))),
             *_mask_arguments(self.mask, self.mask_strides), *_kept_arguments(self.kept, self.kept_strides),
         )  # fmt: skip
         for field, rows in (grads or {}).items():
@@ -132,7 +147,8 @@ class PackedAttention:
 
 def _rows(tensor: Tensor) -> _HeadRows:
     assert tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
-    return _HeadRows(tensor.data_ptr(), tensor.stride(0), tensor.stride(1))
+    *sequence, row, head, _ = tensor.stride()
+    return _HeadRows(tensor.data_ptr(), row, head, *sequence)
 
 
 def _mask_arguments(mask: Tensor | None, strides: tuple[int, int]) -> tuple[int | None, int, int, int]:

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, fx
 
 from ort_accel.graph.symbolic_sizes import hint, hinted_elements
-from ort_accel.kernels import attention_native
 from ort_accel.kernels import linear_cross_entropy as head_loss
 from ort_accel.kernels import linear_token_scores as head_scores
 from ort_accel.kernels.attention_packed import pairs_at_once
 from ort_accel.kernels.bit_mask import bytes_of
+from ort_accel.native.attention import takes
 
 
 def packed_attention(node: fx.Node) -> int:
     """With dropout: scaled queries, keys, values, scores, weights and the inverted mask. Without: one result."""
     query, key, value, *_, kept = _values(node)[:8]
-    if attention_native.takes((query, key, value)):
+    if takes((query, key, value)):
         return _bits(kept)
     if kept is None:
         return _wide_bytes(query)
@@ -34,7 +34,7 @@ def packed_attention(node: fx.Node) -> int:
 def packed_attention_backward(node: fx.Node) -> int:
     """With dropout: as forward, and the gradient of the weights and its softmax. Without: the three results."""
     grad, query, key, value, *_, kept = _values(node)[:11]
-    if attention_native.takes((grad, query, key, value)):
+    if takes((grad, query, key, value)):
         return _bits(kept)
     if kept is None:
         return _wide_bytes(query) + _wide_bytes(key) + _wide_bytes(value)
@@ -45,9 +45,9 @@ def packed_attention_backward(node: fx.Node) -> int:
 
 
 def slim_attention(node: fx.Node) -> int:
-    """The mask as numbers."""
-    *_, allowed, _, _ = _values(node)
-    return 0 if allowed is None else _wide_bytes(allowed)
+    """The mask as numbers where PyTorch's kernel reads it."""
+    query, *_, allowed, _, _ = _values(node)
+    return 0 if allowed is None or takes((query,)) else _wide_bytes(allowed)
 
 
 def linear_cross_entropy(node: fx.Node) -> int:

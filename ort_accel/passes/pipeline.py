@@ -79,14 +79,13 @@ PASSES = (
     Pass("fix_norm_dtypes", WITH_FORWARD),
     Pass("split_dropout", WITH_FORWARD),
     Pass("remove_clones", WHOLE, fusions, "copies left out"),
-    Pass("slim_attention", WHOLE, fusions, "attention without repeated keys and needless masks"),
+    Pass("replace_attention", WHOLE, counter="fused attention"),
     Pass("lower_precision", WHOLE, lambda it: it.casts.level == 2, "operators moved into the smaller type"),
     Pass("remove_redundant_casts", WHOLE, lambda it: it.casts.level > 0, "casts left out"),
     Pass("remove_double_transpose", Stage.SEGMENTS),
     Pass("fuse_cross_entropy", Stage.SEGMENTS, fusions, "fused cross-entropy gradient"),
     Pass("fuse_dropout", Stage.SEGMENTS, fusions, "dropouts applied as bits"),
     Pass("fuse_tied_embedding", Stage.SEGMENTS, fusions, "fused tied embedding's gradient"),
-    Pass("upcast_attention", Stage.SEGMENTS, fusions, "fused attention in single precision"),
     Pass("hoist_weight_casts", Stage.SEGMENTS, lambda it: it.is_cached_weight is not None),
 )
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ort_accel.native.attention import Masking, PackedAttention, Span
+from ort_accel.native.attention import Attention, Masking, Span
 from tests.native.levels import assert_near, each_level, each_type
 
 FULL, CAUSAL, MASKED = Masking
@@ -66,7 +66,7 @@ class Case:
             query, key = query + queries, key + keys
         return spans
 
-    def kernels(self, level: int | None) -> PackedAttention:
+    def kernels(self, level: int | None) -> Attention:
         """Pads masks and bits to one size for all sequences, so that they have common strides."""
         queries, keys = (max(pair[side] for pair in self.lengths) for side in (0, 1))
         shape = (len(self.lengths), self.heads, queries, keys)
@@ -82,7 +82,7 @@ class Case:
             for at, span in enumerate(self.spans())
         ]
         keep = KEEP if self.kept else 1.0
-        return PackedAttention(spans, 0.3, self.window, mask, strides, kept, strides, keep, level)
+        return Attention(spans, 0.3, self.window, mask, strides, kept, strides, keep, level)
 
     def expected(self) -> list[Tensor]:
         """Returns results, logarithms of sums, and gradients, in double precision."""
@@ -202,11 +202,29 @@ def test_as_pytorch_has_it(level: int) -> None:
     case = Case(lengths=[(150, 150)] * 3, heads=2, dim=64, masking=CAUSAL)
     rows = [one[1:-1] for one in (case.query, case.key, case.value)]
     spans = [Span(at, at + 150, at, at + 150, CAUSAL) for at in (0, 150, 300)]
-    out, logsumexp = PackedAttention(spans, 0.3, level=level).forward(*rows)
+    out, logsumexp = Attention(spans, 0.3, level=level).forward(*rows)
     dense = [one.reshape(3, 150, 2, 64).transpose(1, 2) for one in rows]
     theirs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*dense, 0.0, True, scale=0.3)
     torch.testing.assert_close(out.view(3, 150, 2, 64).transpose(1, 2), theirs[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logsumexp.view(3, 150, 2).transpose(1, 2), theirs[1], rtol=1e-5, atol=1e-5)
+
+
+@each_level
+@pytest.mark.parametrize("masking", [FULL, CAUSAL])
+def test_sequences_of_one_length_equal_packed_ones(masking: Masking, level: int) -> None:
+    case = Case(lengths=[(40, 40)] * 3, masking=masking)
+    rows = [one[1:-1] for one in (case.query, case.key, case.value, case.grad)]
+    packed = Attention([Span(at, at + 40, at, at + 40, masking) for at in (0, 40, 80)], 0.3, level=level)
+    equal = Attention([Span(0, 40, 0, 40, masking)] * 3, 0.3, level=level)
+    dense = [one.unflatten(0, (3, 40)) for one in rows]
+    by_head = [one.transpose(1, 2).contiguous().transpose(1, 2) for one in dense]
+    expected = packed.forward(*rows[:3])
+    expected_grads = packed.backward(rows[3], *rows[:3], *expected)
+    for query, key, value, grad in (dense, by_head):
+        found = equal.forward(query, key, value)
+        grads = equal.backward(grad, query, key, value, *found)
+        for one, other in zip((*found, *grads), (*expected, *expected_grads), strict=True):
+            assert torch.equal(one.flatten(0, 1), other)
 
 
 @each_level

@@ -126,9 +126,9 @@ class Compute(Section):
     hunt a numerical difference."""
 
     attention: Literal["auto", "fused", "flash", "efficient", "products"] = "auto"
-    """The kernel of `scaled_dot_product_attention`. `fused` keeps it one node that PyTorch's own kernel runs, `flash`
-    and `efficient` insist on that variant, `products` writes it as matrix products and a softmax, which keeps it inside
-    ONNX Runtime. `auto` leaves that to PyTorch."""
+    """The kernel of `scaled_dot_product_attention`. `fused` keeps it one node, `flash` and `efficient` insist on that
+    variant, `products` writes it as matrix products and a softmax. `auto` decides as PyTorch does. One node in fp32 on
+    the CPU runs the native library's kernel."""
 
     conv_algorithm: Annotated[
         Literal["default", "heuristic", "exhaustive"], cuda_only("exhaustive", "write heuristic")

@@ -1,4 +1,4 @@
-// Attention over packed sequences, in tiles: no row of scores is ever kept, only the logarithm of its sum.
+// Attention over sequences, in tiles: no row of scores is ever kept, only the logarithm of its sum.
 #include "kernels/attention_tiles.h"
 
 namespace {
@@ -41,12 +41,13 @@ void pack_keys(const Attention& given, const AttentionSpan& span, int64_t key_he
     space.packed_head = key_head;
     space.packed_keys = 0;
     space.keys.columns = space.values.depth = count;
-    pack(row_of<const T>(given.value, span.key_begin, key_head), given.value.row_stride, 1.0f, space.values);
+    const T* values = row_of<const T>(given, span, given.value, span.key_begin, key_head);
+    pack(values, given.value.row_stride, 1.0f, space.values);
   }
   end = least(rounded_up(end, PANEL), count);
   if (end <= space.packed_keys) return;
-  const T* rows = row_of<const T>(given.key, span.key_begin, key_head);
-  pack_transposed(rows, given.key.row_stride, space.packed_keys, end, space.keys);
+  const T* keys = row_of<const T>(given, span, given.key, span.key_begin, key_head);
+  pack_transposed(keys, given.key.row_stride, space.packed_keys, end, space.keys);
   space.packed_keys = end;
 }
 
@@ -96,8 +97,8 @@ void write_results(const Attention& given, const AttentionSpan& span, int64_t he
   for (int64_t query = queries.begin; query < queries.end; ++query) {
     const int64_t row = query - queries.begin, target = span.query_begin + query;
     const float sum = space.sums[row], factor = sum == 0.0f ? 0.0f : given.raise / sum;
-    write_row(space.out + row * space.width, given.value_dim, factor, row_of<T>(given.out, target, head));
-    given.logsumexp[target * given.heads + head] = space.largest[row] + logf(sum);
+    write_row(space.out + row * space.width, given.value_dim, factor, row_of<T>(given, span, given.out, target, head));
+    *row_of<float>(given, span, given.logsumexp, target, head) = space.largest[row] + logf(sum);
   }
 }
 
@@ -106,7 +107,8 @@ void attend(const Attention& given, const AttentionSpan& span, int64_t head, Ind
   const int64_t count = queries.count();
   const Indices keys = attended_by_block(given, span, queries);
   pack_keys<T>(given, span, head / (given.heads / given.key_heads), keys.end, space);
-  copy_rows<const T>(given.query, span.query_begin + queries.begin, head, count, given.dim, given.scale, space.queries);
+  const T* rows = row_of<const T>(given, span, given.query, span.query_begin + queries.begin, head);
+  copy_rows(rows, given.query.row_stride, count, given.dim, given.scale, space.queries);
   for (int64_t row = 0; row < count; ++row) {
     space.largest[row] = -INFINITY;
     space.sums[row] = 0;

@@ -5,11 +5,13 @@
 
 namespace ort_accel {
 
-/// Rows of numbers: element (row, head, i) is at `data[row * row_stride + head * head_stride + i]`.
+/// Rows of numbers: element (row, head, i) of sequence s is at
+/// `data[s * sequence_stride + row * row_stride + head * head_stride + i]`. The sequence stride of packed rows is 0.
 struct HeadRows {
   void* data;
   int64_t row_stride;
   int64_t head_stride;
+  int64_t sequence_stride;
 };
 
 /// How the queries of a sequence are masked: not at all, from later keys, or by the mask.
@@ -29,7 +31,7 @@ struct AttentionSpan {
   int64_t kept_begin;  // the same for the bits of dropout
 };
 
-/// Attention over packed sequences. Rows in no sequence are neither read nor written.
+/// Attention over sequences, packed or each of the same length. Rows in no sequence are neither read nor written.
 struct Attention {
   const AttentionSpan* spans;
   int64_t sequences;
@@ -47,7 +49,7 @@ struct Attention {
   HeadRows key;
   HeadRows value;
   HeadRows out;
-  float* logsumexp;  // [rows of queries, heads]
+  HeadRows logsumexp;  // one number for each row and head
 
   const void* mask;  // true where a query attends, or numbers to add to the scores; keys lie side by side
   int64_t mask_type;

@@ -1,4 +1,4 @@
-// The gradients of attention over packed sequences, in tiles whose scores are computed again.
+// The gradients of attention over sequences, in tiles whose scores are computed again.
 //
 // A task is a sequence and a head of its keys, with all heads of queries that share it. Where threads are many, a task
 // is a part of a sequence's queries, or a part of its keys: scores are computed twice then. No two tasks write the same
@@ -62,8 +62,8 @@ template <typename T>
 void pack_sequence(const Attention& given, const AttentionSpan& span, int64_t key_head, BackwardSpace& space) {
   const int64_t count = key_count(span);
   space.key_columns.columns = space.value_columns.columns = space.key_rows.depth = count;
-  const T* keys = row_of<const T>(given.key, span.key_begin, key_head);
-  const T* values = row_of<const T>(given.value, span.key_begin, key_head);
+  const T* keys = row_of<const T>(given, span, given.key, span.key_begin, key_head);
+  const T* values = row_of<const T>(given, span, given.value, span.key_begin, key_head);
   pack_transposed(keys, given.key.row_stride, 0, count, space.key_columns);
   pack_transposed(values, given.value.row_stride, 0, count, space.value_columns);
   pack(keys, given.key.row_stride, 1.0f, space.key_rows);
@@ -85,15 +85,17 @@ template <typename T>
 void pack_queries(const Attention& given, const AttentionSpan& span, int64_t head, Indices queries,
                   BackwardSpace& space) {
   const int64_t count = queries.count(), first = span.query_begin + queries.begin;
-  copy_rows<const T>(given.query, first, head, count, given.dim, given.scale, space.queries);
-  copy_rows<const T>(given.out_grad, first, head, count, given.value_dim, 1.0f, space.grads);
+  const T* rows = row_of<const T>(given, span, given.query, first, head);
+  const T* out_grads = row_of<const T>(given, span, given.out_grad, first, head);
+  copy_rows(rows, given.query.row_stride, count, given.dim, given.scale, space.queries);
+  copy_rows(out_grads, given.out_grad.row_stride, count, given.value_dim, 1.0f, space.grads);
   space.query_rows.depth = space.grad_rows.depth = count;
   pack(space.queries, given.dim, 1.0f, space.query_rows);
   pack(space.grads, given.value_dim, 1.0f, space.grad_rows);
   for (int64_t row = 0; row < count; ++row) {
-    const float sum = given.logsumexp[(first + row) * given.heads + head];
+    const float sum = *row_of<const float>(given, span, given.logsumexp, first + row, head);
     space.sums[row] = sum == -INFINITY ? INFINITY : sum;  // a row without keys has no weights
-    const T* out = row_of<const T>(given.out, first + row, head);
+    const T* out = row_of<const T>(given, span, given.out, first + row, head);
     space.deltas[row] = dot(out, space.grads + row * given.value_dim, given.value_dim);
   }
 }
@@ -159,7 +161,7 @@ void differentiate_queries(const Attention& given, const Part& part, int64_t hea
   }
   for (int64_t query = queries.begin; part.has_query_grads && query < queries.end; ++query) {
     const float* row = space.query_grads + (query - queries.begin) * space.width;
-    write_row(row, given.dim, given.scale, row_of<T>(given.query_grad, span.query_begin + query, head));
+    write_row(row, given.dim, given.scale, row_of<T>(given, span, given.query_grad, span.query_begin + query, head));
   }
 }
 
@@ -167,9 +169,10 @@ template <typename T>
 void write_key_gradients(const Attention& given, const Part& part, BackwardSpace& space) {
   for (int64_t key = part.keys.begin; key < part.keys.end; ++key) {
     const int64_t row = part.span->key_begin + key;
-    write_row(space.key_grads + key * space.width, given.dim, 1.0f, row_of<T>(given.key_grad, row, part.key_head));
+    write_row(space.key_grads + key * space.width, given.dim, 1.0f,
+              row_of<T>(given, *part.span, given.key_grad, row, part.key_head));
     write_row(space.value_grads + key * space.value_width, given.value_dim, given.raise,
-              row_of<T>(given.value_grad, row, part.key_head));
+              row_of<T>(given, *part.span, given.value_grad, row, part.key_head));
   }
 }
 

@@ -20,9 +20,11 @@ struct Indices {
   int64_t count() const { return end - begin; }
 };
 
+/// Returns where a row of a sequence begins; `rows` is one of `given`, and `row` is counted as in the span.
 template <typename T>
-inline T* row_of(const HeadRows& rows, int64_t row, int64_t head) {
-  return static_cast<T*>(rows.data) + row * rows.row_stride + head * rows.head_stride;
+inline T* row_of(const Attention& given, const AttentionSpan& span, const HeadRows& rows, int64_t row, int64_t head) {
+  const int64_t sequence = &span - given.spans;
+  return static_cast<T*>(rows.data) + sequence * rows.sequence_stride + row * rows.row_stride + head * rows.head_stride;
 }
 
 inline int64_t key_count(const AttentionSpan& span) { return span.key_end - span.key_begin; }
@@ -125,10 +127,10 @@ inline KeptBits kept_row(const Attention& given, const AttentionSpan& span, int6
   return {given.kept, given.kept_bytes, begin + tile.keys.begin};
 }
 
-/// Copies rows of one head, times a factor, side by side.
+/// Copies rows, times a factor, side by side.
 template <typename T>
-void copy_rows(const HeadRows& from, int64_t row, int64_t head, int64_t count, int64_t dim, float factor, float* to) {
-  for (int64_t at = 0; at < count; ++at) copy_row(row_of<T>(from, row + at, head), dim, factor, dim, to + at * dim);
+void copy_rows(const T* from, int64_t stride, int64_t count, int64_t dim, float factor, float* to) {
+  for (int64_t at = 0; at < count; ++at) copy_row(from + at * stride, dim, factor, dim, to + at * dim);
 }
 
 /// Writes a row of numbers times a factor.

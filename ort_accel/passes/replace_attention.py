@@ -1,4 +1,4 @@
-"""Removes additive masks and repeated keys from PyTorch's fused CPU attention.
+"""Calls `ort_accel`'s attention in place of PyTorch's fused CPU attention.
 
 Values are unknown at capture, so transformers builds every mask as a tensor, and repeats keys and values for each head.
 
@@ -36,22 +36,17 @@ class _Found:
     backward: fx.Node | None
     key: fx.Node
     value: fx.Node
-    condition: fx.Node | None
-    """True where the mask shows a key; None without a mask."""
+    mask: Argument
+    """True where a query attends to a key, or numbers to add to the scores; None without a mask."""
     is_causal: Argument
     sums: dict[int, list[fx.Node]]
     """The nodes that sum a result of the backward over heads that share a key, by the result's position."""
 
-    @property
-    def is_slim(self) -> bool:
-        """True if it has neither a mask nor repeated keys."""
-        return self.condition is None and (self.key, self.value) == self.forward.args[1:3]
 
-
-def slim_attention(graph: fx.Graph, _: PassOptions) -> int:
-    """Remove masks and repeated keys; returns for how many kernels."""
+def replace_attention(graph: fx.Graph, _: PassOptions) -> int:
+    """Replace attention, without needless masks and repeated keys; returns how often."""
     nodes = graph.find_nodes(op="call_function", target=FLASH_FORWARD)
-    found = [attention for node in nodes if (attention := _find(node)) and not attention.is_slim]
+    found = [attention for node in nodes if (attention := _find(node))]
     for attention in found:
         _replace(graph, attention)
     return len(found)
@@ -61,14 +56,12 @@ def _find(node: fx.Node) -> _Found | None:
     arguments = _arguments(node)
     if arguments["dropout_p"] != 0:
         return None
-    mask, condition = arguments["attn_mask"], None
-    if mask is not None and (condition := _condition(mask)) is None:
-        return None
+    mask = _condition(arguments["attn_mask"]) or arguments["attn_mask"]
     backward = _backward_of(node)
     repeated_key, repeated_value = arguments["key"], arguments["value"]
     assert isinstance(repeated_key, fx.Node)
     assert isinstance(repeated_value, fx.Node)
-    found = _Found(node, backward, repeated_key, repeated_value, condition, arguments["is_causal"], {})
+    found = _Found(node, backward, repeated_key, repeated_value, mask, arguments["is_causal"], {})
     key, value = _unrepeated(repeated_key), _unrepeated(repeated_value)
     if key is None or value is None or not same_shape(_heads(key), _heads(value)):
         return found
@@ -154,7 +147,7 @@ def _sum_of(backward: fx.Node, position: int, source: fx.Node) -> list[fx.Node] 
 
 def _replace(graph: fx.Graph, found: _Found) -> None:
     forward, backward = found.forward, found.backward
-    masking = (found.condition, found.is_causal, _arguments(forward)["scale"])
+    masking = (found.mask, found.is_causal, _arguments(forward)["scale"])
     _put(graph, forward, SLIM_FORWARD.default, (forward.args[0], found.key, found.value, *masking))
     if backward is None:
         return

@@ -1,4 +1,4 @@
-"""Attention without repeated keys and needless masks gives what PyTorch's kernel gives with them."""
+"""Attention in place of PyTorch's, without repeated keys and needless masks, gives what PyTorch's gives with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ort_accel.kernels.attention_precision import FLASH_BACKWARD, FLASH_FORWARD,
 from ort_accel.kernels.attention_slim import SLIM_BACKWARD, SLIM_FORWARD
 from tests.tiers import mostly_long
 
-COUNTER = "attention without repeated keys and needless masks"
+COUNTER = "fused attention"
 BATCH, HEADS, TOKENS = 3, 6, 9
 
 LOWER = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
@@ -53,12 +53,12 @@ MASKS = {
 
 @pytest.fixture
 def told(monkeypatch):
-    """What the kernels are told: whether they are causal, and whether they are given a mask."""
+    """What the kernels are told: whether they are causal, whether they are given a mask, and the heads of the keys."""
     found, known = [], attention_slim._masking
 
     def noted(*given):
         how = known(*given)
-        found.append((how[1], how[0] is not None))
+        found.append((how[1], how[0] is not None, given[3].shape[1]))
         return how
 
     monkeypatch.setattr(attention_slim, "_masking", noted)
@@ -87,7 +87,7 @@ def test_results_equal_those_with_the_mask(name, key_heads, dtype, told):
     query, key, value, grad = operands(key_heads, dtype)
     out, sums = SLIM_FORWARD(query, key, value, mask, False, 0.3)
     grads = SLIM_BACKWARD(grad, query, key, value, out, sums, mask, False, 0.3)
-    assert told == [(causal, given)] * 2
+    assert told == [(causal, given, key_heads)] * 2
 
     wide = [each.double() for each in (query, repeated(key), repeated(value), grad)]
     whole = additive_mask(mask.expand(BATCH, 1, TOKENS, TOKENS), torch.float64)
@@ -208,18 +208,18 @@ class Grouped(nn.Module):
 
 
 @pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("fusions", ["auto", False])
-def test_repeated_keys_stay_only_for_other_readers(reads, fusions):
+def test_repeated_keys_stay_only_for_other_readers(reads, told):
     eager = Grouped(reads)
-    ours = ort_accel.accelerate(copy.deepcopy(eager), {"compute": {"fusions": fusions}})
+    ours = ort_accel.accelerate(copy.deepcopy(eager))
     x = torch.randn(2, 5, 8)
     for model in (eager, ours):
         model(x).backward()
     torch.testing.assert_close(ours.project.weight.grad, eager.project.weight.grad)
-    assert ort_accel.report(ours).counters[COUNTER] == (not reads and fusions == "auto")
+    assert ort_accel.report(ours).counters[COUNTER] == 1
+    assert {heads for *_, heads in told} == ({2} if reads else {1})
 
 
-def test_a_mask_of_other_numbers_stays():
+def test_a_mask_of_other_numbers_is_added():
     class Biased(nn.Module):
         def forward(self, query, key, value, bias):
             mask = torch.where(LOWER, bias, -torch.inf)
@@ -228,4 +228,46 @@ def test_a_mask_of_other_numbers_stays():
     ours, bias = ort_accel.accelerate(Biased()), torch.randn(TOKENS, TOKENS)
     query, key, value, _ = operands(HEADS, torch.float32)
     torch.testing.assert_close(ours(query, key, value, bias), Biased()(query, key, value, bias))
-    assert not ort_accel.report(ours).counters[COUNTER]
+    assert ort_accel.report(ours).counters[COUNTER] == 1
+
+
+class Attention(nn.Module):
+    def __init__(self, dtype: torch.dtype, causal: bool) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+        self.dtype, self.causal = dtype, causal
+
+    def forward(self, x, mask=None):
+        batch, tokens, width = x.shape
+        heads = self.project(x).to(self.dtype).view(batch, tokens, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=self.causal)
+        return mixed.transpose(1, 2).reshape(batch, tokens, width).float().square().mean()
+
+
+def gradient(model, x, mask):
+    model.zero_grad()
+    loss = model(x, mask)
+    loss.backward()
+    return loss.detach(), model.project.weight.grad.clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", mostly_long(["causal", "mask", "bool mask"], "mask"))
+def test_results_are_about_as_precise_as_in_eager_mode(dtype, case):
+    torch.manual_seed(0)
+    eager = Attention(dtype, causal=case == "causal")
+    precise = Attention(torch.float64, causal=case == "causal")
+    precise.load_state_dict(eager.state_dict())
+    ours = ort_accel.accelerate(copy.deepcopy(eager), {"engine": {"fallback": "report"}})
+    for tokens in (9, 12):
+        x = torch.randn(3, tokens, 16)
+        visible = torch.rand(3, 1, tokens, tokens) > 0.3
+        visible[..., 0] = True
+        mask = {"mask": torch.randn(3, 1, tokens, tokens).to(dtype), "bool mask": visible}.get(case)
+        wide = mask.double() if case == "mask" else mask
+        right, given, expected = gradient(precise, x, wide), gradient(ours, x, mask), gradient(eager, x, mask)
+        assert given[1].dtype == expected[1].dtype
+        torch.testing.assert_close(given[0], expected[0], rtol=4 * torch.finfo(dtype).eps, atol=0)
+        error, allowed = ((one[1] - right[1]).norm() for one in (given, expected))
+        assert error <= 1.2 * allowed + 1e-6
+    assert ort_accel.report(ours).counters[COUNTER]
