@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from ort_accel.graph.symbolic_sizes import same_shape
+from ort_accel.graph.symbolic_sizes import Size, same_shape
+from ort_accel.kernels.kernel_call import KernelCall, Output, chosen_for, fake_of, is_float
 from ort_accel.lowering.ops.indexing import embedding_backward
 from ort_accel.lowering.registry import lowers
 from ort_accel.passes.options import PassOptions
@@ -19,9 +20,17 @@ aten = torch.ops.aten
 
 
 def add_embedding_gradient(
-    base: Tensor, grad: Tensor, indices: Tensor, count: int, padding: int, by_frequency: bool
+    base: Tensor,
+    grad: Tensor,
+    indices: Tensor,
+    count: int,
+    padding: int,
+    by_frequency: bool,
+    scale: Tensor | None = None,
 ) -> Tensor:
-    """Compute `base += aten.embedding_dense_backward(...)`, with equal bits apart from the sign of zeros."""
+    """Scale `base`, and add `aten.embedding_dense_backward(...)`, with equal bits apart from the sign of zeros."""
+    if scale is not None:
+        base.mul_(scale)
     if not base.is_cpu or not indices.numel():  # on CUDA, finding the distinct tokens would wait for the device
         return base.add_(aten.embedding_dense_backward.default(grad, indices, count, padding, by_frequency))
     tokens, positions = torch.unique(indices.reshape(-1), return_inverse=True)
@@ -34,10 +43,16 @@ def add_embedding_gradient(
 
 @torch.library.custom_op("ort_accel::embedding_backward_onto", mutates_args=())
 def embedding_backward_onto(
-    base: torch.Tensor, grad: torch.Tensor, indices: torch.Tensor, count: int, padding: int, by_frequency: bool
+    base: torch.Tensor,
+    grad: torch.Tensor,
+    indices: torch.Tensor,
+    count: int,
+    padding: int,
+    by_frequency: bool,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the sum in new memory."""
-    return add_embedding_gradient(base.clone(), grad, indices, count, padding, by_frequency)
+    return add_embedding_gradient(base.clone(), grad, indices, count, padding, by_frequency, scale)
 
 
 @embedding_backward_onto.register_fake
@@ -49,6 +64,24 @@ EMBEDDING_BACKWARD_ONTO: OpOverload = torch.ops.ort_accel.embedding_backward_ont
 lowers(EMBEDDING_BACKWARD_ONTO)(embedding_backward)  # refuses the operator, with the reason why PyTorch runs it
 
 
+@chosen_for(EMBEDDING_BACKWARD_ONTO)
+def _call(
+    node: fx.Node,
+    base: fx.Node,
+    grad: fx.Node,
+    index: fx.Node,
+    rows: Size,
+    padding: Size,
+    by_frequency: bool,
+    scale: fx.Node | None = None,
+) -> KernelCall | None:
+    is_single = all(map(is_float, (node, base, grad, *([scale] if scale else []))))
+    if by_frequency or not is_single or fake_of(index).dtype != torch.int64:
+        return None
+    count, columns = fake_of(index).numel(), fake_of(node).shape[1]
+    return KernelCall("add_embedding_gradient", (base, scale, grad, index, count, columns, padding, Output(0), rows))
+
+
 def fuse_tied_embedding(graph: fx.Graph, _: PassOptions) -> int:
     """Fuse each sum with the embedding gradient that no other node reads; returns how many."""
     count = 0
@@ -56,12 +89,13 @@ def fuse_tied_embedding(graph: fx.Graph, _: PassOptions) -> int:
         if (operands := _matched(node)) is None:
             continue
         base, table = operands
+        source, scale = base.args if _is_scaled(base) else (base, None)
         with graph.inserting_before(node):
-            fused = graph.call_function(EMBEDDING_BACKWARD_ONTO, (base, *table.args))
+            fused = graph.call_function(EMBEDDING_BACKWARD_ONTO, (source, *table.args, scale))
         fused.meta = dict(node.meta)
         node.replace_all_uses_with(fused)
-        graph.erase_node(node)
-        graph.erase_node(table)
+        for item in (node, table, *([] if scale is None else [base])):
+            graph.erase_node(item)
         count += 1
     return count
 
@@ -76,6 +110,15 @@ def _matched(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         if table.target is aten.embedding_dense_backward.default and len(table.users) == 1:
             return (base, table) if _has_form_of(base.meta["val"], table.meta["val"]) else None
     return None
+
+
+def _is_scaled(base: fx.Node) -> bool:
+    """True for a gradient times a tensor of one number, as a loss in the graph leaves it, that nothing else reads."""
+    if base.target is not aten.mul.Tensor or len(base.users) != 1:
+        return False
+    source, scale = (item.meta["val"] if isinstance(item, fx.Node) else None for item in base.args)
+    is_number = isinstance(scale, Tensor) and scale.ndim == 0 and scale.dtype == base.meta["val"].dtype
+    return is_number and _has_form_of(source, base.meta["val"])
 
 
 def _has_form_of(value: object, like: Tensor) -> bool:

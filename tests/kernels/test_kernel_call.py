@@ -16,6 +16,7 @@ from ort_accel.kernels.bit_mask import own
 from ort_accel.kernels.gated import FUNCTIONS
 from ort_accel.kernels.kernel_call import kernel_for
 from ort_accel.native.library import native_library
+from ort_accel.passes.fuse_tied_embedding import EMBEDDING_BACKWARD_ONTO
 from tests.executor.one_session import Compiled
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native library was not built")
@@ -42,7 +43,7 @@ def norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> Sequ
     return aten.native_layer_norm_backward(grad, x, [8], mean, rstd, weight, bias, [True, True, True])
 
 
-IN_SINGLE = ("norm", "rotary", "gated")
+IN_SINGLE = ("norm", "rotary", "gated", "add_embedding")
 """Parts of the names of kernels that run in single precision alone: eager rounds within, or has other statistics."""
 
 CASES: dict[str, tuple[str, Callable[..., Any], Sequence[Tensor]]] = {
@@ -97,6 +98,11 @@ CASES: dict[str, tuple[str, Callable[..., Any], Sequence[Tensor]]] = {
         "embedding_gradient",
         lambda grad, i: aten.embedding_dense_backward(grad, i, 5, 0, False),
         (normal(2, 3, 6), IDS),
+    ),
+    "sum with an embedding's gradient": (
+        "add_embedding_gradient",
+        lambda base, grad, i: EMBEDDING_BACKWARD_ONTO(base, grad, i, 5, 0, False, base.sum()),
+        (normal(5, 6), normal(2, 3, 6), IDS),
     ),
     "rows added to zeros": (
         "embedding_gradient",

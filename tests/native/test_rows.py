@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ort_accel.native.library import kernel
+from ort_accel.native.run_kernel import run_kernel
 from tests.native.levels import each_level, each_type
 
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
@@ -85,6 +86,20 @@ def test_embedding_gradient(
     )  # fmt: skip
     expected = torch.ops.aten.embedding_dense_backward(grads, index, rows, padding_index, False)
     assert torch.equal(weight_grad, expected)
+
+
+@each_level
+@each_shape
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_sum_with_an_embedding_gradient(count: int, rows: int, columns: int, scale: float | None, level: int) -> None:
+    grads, index = operands(count, rows, columns, torch.float32)
+    grads = grads.contiguous()
+    base, out = torch.randn(rows, columns), torch.full((rows, columns), 7.0)
+    factor = None if scale is None else torch.tensor(scale)
+    run_kernel("add_embedding_gradient", base, factor, grads, index, count, columns, 0, out, rows, level=level)
+    added = torch.ops.aten.embedding_dense_backward(grads, index, rows, 0, False)
+    tolerance = 0 if scale is None else 1e-6
+    torch.testing.assert_close(out, base * (scale or 1) + added, rtol=tolerance, atol=tolerance)
 
 
 @each_level

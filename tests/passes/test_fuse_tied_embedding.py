@@ -44,6 +44,15 @@ def test_the_fused_operator_equals_the_sum(
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_scale_comes_before_the_sum() -> None:
+    base, grad, ids = torch.randn(COUNT, WIDTH), torch.randn(5, WIDTH), torch.randint(0, COUNT, (5,))
+    scale = torch.tensor(0.3)
+    expected = base * scale + gradient(grad, ids)
+    before = base.clone()
+    assert torch.equal(EMBEDDING_BACKWARD_ONTO(base, grad, ids, COUNT, -1, False, scale), expected)
+    assert torch.equal(base, before)
+
+
 def test_an_empty_batch_adds_nothing() -> None:
     base = torch.randn(COUNT, WIDTH)
     expected = base.clone()
@@ -67,6 +76,7 @@ JOINED = {
     "in front": lambda base, grad, ids: gradient(grad, ids) + base,
     "twice": lambda base, grad, ids: base + gradient(grad, ids) + gradient(grad * 2, ids),
     "two tables": lambda base, grad, ids: gradient(grad * 2, ids) + gradient(grad, ids),
+    "scaled": lambda base, grad, ids: base * grad.sum() + gradient(grad, ids),
 }
 
 LEFT = {

@@ -10,6 +10,7 @@ namespace {
 constexpr int64_t GRAIN_BYTES = 1 << 16;
 constexpr int64_t WIDE_COLUMNS = 512;
 constexpr int64_t COLUMN_BLOCK = 64;
+constexpr int64_t BLOCK_BYTES = 1 << 18;
 
 inline int64_t grain_of(int64_t row_bytes) { return GRAIN_BYTES / (row_bytes + 1) + 1; }
 
@@ -115,6 +116,24 @@ int64_t embedding_gradient(const void* grads, int64_t grad_stride, const int64_t
   return count_invalid(index, count, rows);
 }
 
+/// Writes the sum of a matrix, times `scale` if there is one, with the gradient of an embedding's weight, block by block.
+int64_t add_embedding_gradient(const float* base, const float* scale, const float* grads, const int64_t* index,
+                               int64_t count, int64_t columns, int64_t padding_index, float* out, int64_t rows) {
+  const float factor = scale ? *scale : 1.0f;
+  const int64_t row_bytes = columns * int64_t{sizeof(float)}, block = BLOCK_BYTES / (row_bytes + 1) + 1;
+  const Sums<float> sums{grads, columns, index, count, padding_index, out, columns, columns};
+  parallel_for((rows + block - 1) / block, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin * block; row < end * block && row < rows; row += block) {
+      const int64_t last = row + block < rows ? row + block : rows;
+      memset(out + row * columns, 0, static_cast<size_t>((last - row) * row_bytes));
+      sums.add(row, last, 0, columns);
+#pragma omp simd
+      for (int64_t at = row * columns; at < last * columns; ++at) out[at] += base[at] * factor;
+    }
+  });
+  return count_invalid(index, count, rows);
+}
+
 /// Copies an array of three dimensions of rows. Strides are in bytes.
 void copy_layout(const char* from, const int64_t* from_strides, char* to, const int64_t* to_strides,
                  const int64_t* sizes, int64_t row_bytes) {
@@ -132,6 +151,7 @@ void copy_layout(const char* from, const int64_t* from_strides, char* to, const 
 ORT_ACCEL_KERNEL(gather_rows);
 ORT_ACCEL_KERNEL(scatter_add_rows);
 ORT_ACCEL_KERNEL(embedding_gradient);
+ORT_ACCEL_KERNEL(add_embedding_gradient);
 ORT_ACCEL_KERNEL(copy_layout);
 
 }  // namespace
