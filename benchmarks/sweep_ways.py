@@ -48,12 +48,6 @@ def inferred(model: nn.Module, batch: Batch) -> Step:
     }
 
 
-def written(model: nn.Module, batch: Batch) -> Step:
-    """The tokens that follow, each the likeliest."""
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    return {"the tokens": model.eval().generate(**inputs, max_new_tokens=6, do_sample=False, use_cache=True)}
-
-
 def _as_is(_: nn.Module) -> None:
     """The model as it is made."""
 
@@ -84,8 +78,6 @@ class Way:
     """Whether in the smaller type, so that eager mode's own distance from single precision is the measure."""
 
 
-COMPILED = {"engine": {"compile_evaluation": True}}
-
 WAYS = {
     "usual": Way("a training step"),
     "checkpointing": Way("with the model's own gradient checkpointing", _checkpoint),
@@ -97,8 +89,9 @@ WAYS = {
     ),
     "bfloat16": Way("a model of bfloat16", _halve, is_rough=True),
     "recomputing": Way("`memory.level: 1`", settings={"memory": {"level": 1}}),
-    "inference": Way("without gradients, all outputs", step=inferred, settings=COMPILED),
-    "generation": Way("six tokens are generated", step=written, settings=COMPILED),
+    "inference": Way(
+        "without gradients, all outputs", step=inferred, settings={"engine": {"compile_evaluation": True}}
+    ),
 }
 
 
