@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from mmap import PAGESIZE
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 
 from ort_accel.memory.malloc_settings import libc_function
 
@@ -115,7 +115,8 @@ class AllocationSampler:
         """Stop at the first call, and return the highest bytes until then; None if the C library has no answer."""
         if self._most is not None:
             self._ended.set()
-            self._thread.join()
+            if self._thread is not current_thread():  # garbage collection in the thread itself may end the sampler
+                self._thread.join()
         return self._most
 
     def _sample(self) -> None:
