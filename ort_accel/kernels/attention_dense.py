@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ort_accel.kernels.attention_precision import FLASH_BACKWARD, FLASH_FORWARD, additive_mask, in_faster_type
-from ort_accel.native.attention import MASK_TYPES, Attention, Masking, Span, takes
+from ort_accel.native.attention import MASK_TYPES, Attention, Masking, Span, side_by_side, takes
 
 
 class AttentionOptions(NamedTuple):
@@ -49,8 +49,7 @@ def _is_native(operands: Sequence[Tensor]) -> bool:
 
 def _by_rows(tensor: Tensor) -> Tensor:
     """Return [batch, tokens, heads, width], with the numbers of a head side by side."""
-    rows = tensor.transpose(1, 2)
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+    return side_by_side(tensor.transpose(1, 2))
 
 
 def _native(query: Tensor, key: Tensor, options: AttentionOptions) -> Attention:
@@ -60,8 +59,7 @@ def _native(query: Tensor, key: Tensor, options: AttentionOptions) -> Attention:
         masking = Masking.CAUSAL if options.is_causal else Masking.FULL
         return Attention([Span(0, queries, 0, keys, masking)] * batch, scale)
     mask = options.mask if options.mask.dtype in MASK_TYPES else options.mask.to(torch.float32)
-    mask = mask.expand(batch, heads, queries, keys)
-    mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+    mask = side_by_side(mask.expand(batch, heads, queries, keys))
     spans = [Span(0, queries, 0, keys, Masking.MASKED, mask_begin=sample * mask.stride(0)) for sample in range(batch)]
     return Attention(spans, scale, 0, mask, (mask.stride(1), mask.stride(2)))
 

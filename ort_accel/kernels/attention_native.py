@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ort_accel.kernels.bit_mask import to_bits
 from ort_accel.kernels.packed_spans import MASKED, PackedSequence, Pairs
-from ort_accel.native.attention import MASK_TYPES, Attention, Span, takes
+from ort_accel.native.attention import MASK_TYPES, Attention, Span, side_by_side, takes
 
 Strides = tuple[int, int, int, int]
 
@@ -34,7 +34,7 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, pairs: Pairs, keep: float, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Returns the result, and the logarithm of each row's sum."""
-    operands = map(_by_rows, (query, key, value))
+    operands = map(side_by_side, (query, key, value))
     return _attention(pairs, keep, scale).forward(*operands)
 
 
@@ -42,15 +42,17 @@ def backward(
     grad: Tensor, operands: Sequence[Tensor], results: Sequence[Tensor], pairs: Pairs, keep: float, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of query, key and value."""
-    query, key, value = map(_by_rows, operands)
+    query, key, value = map(side_by_side, operands)
     out, logsumexp = results
     attention = _attention(pairs, keep, scale)
-    return attention.backward(_by_rows(grad), query, key, value, _by_rows(out), logsumexp.contiguous())
+    return attention.backward(side_by_side(grad), query, key, value, side_by_side(out), logsumexp.contiguous())
 
 
 def _attention(pairs: Pairs, keep: float, scale: float) -> Attention:
     sequences = [one for one in pairs.parsed.sequences if one.pairs]
-    mask = _by_rows(pairs.mask) if pairs.mask is not None and any(one.masking == MASKED for one in sequences) else None
+    mask = (
+        side_by_side(pairs.mask) if pairs.mask is not None and any(one.masking == MASKED for one in sequences) else None
+    )
     kept = None if pairs.kept is None else pairs.kept.contiguous()
     mask_strides, kept_strides = ((0, 0, 0, 0) if one is None else _strides(one) for one in (mask, kept))
     spans = [
@@ -79,8 +81,3 @@ def _strides(of_pairs: Tensor) -> Strides:
         0 if size == 1 else stride for size, stride in zip(of_pairs.shape, of_pairs.stride(), strict=True)
     )
     return batch, head, query, key
-
-
-def _by_rows(tensor: Tensor) -> Tensor:
-    """Returns a tensor whose numbers of a head lie side by side."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

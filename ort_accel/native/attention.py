@@ -73,6 +73,11 @@ def takes(operands: Sequence[Tensor]) -> bool:
     return is_single and native_library() is not None
 
 
+def side_by_side(tensor: Tensor) -> Tensor:
+    """Returns a tensor whose entries of the last dimension lie side by side, as the kernels read them."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 @dataclass(frozen=True)
 class Attention:
     """Attention of sequences. Tensors have their numbers of a head side by side.

@@ -52,6 +52,13 @@ struct Sums {
   int64_t to_stride;
   int64_t columns;
 
+  /// Writes the sums of rows [first_row, end_row), which lie without gaps.
+  void write(int64_t first_row, int64_t end_row) const {
+    const int64_t numbers = (end_row - first_row) * columns;
+    memset(static_cast<void*>(to + first_row * columns), 0, static_cast<size_t>(numbers) * sizeof(T));
+    add(first_row, end_row, 0, columns);
+  }
+
   void add(int64_t first_row, int64_t end_row, int64_t first_column, int64_t end_column) const {
     for (int64_t at = 0; at < count; ++at) {
       if (index[at] < first_row || index[at] >= end_row || index[at] == skipped) continue;
@@ -96,10 +103,7 @@ int64_t scatter_add_rows(const void* from, int64_t from_stride, const int64_t* i
 template <typename T>
 void fill_and_add(const Sums<T>& sums, int64_t rows) {
   const int64_t row_bytes = sums.columns * int64_t{sizeof(T)};
-  parallel_for(rows, grain_of(row_bytes), [&](int64_t begin, int64_t end) {
-    memset(static_cast<void*>(sums.to + begin * sums.columns), 0, static_cast<size_t>((end - begin) * row_bytes));
-    sums.add(begin, end, 0, sums.columns);
-  });
+  parallel_for(rows, grain_of(row_bytes), [&](int64_t begin, int64_t end) { sums.write(begin, end); });
 }
 
 /// Writes the gradient of an embedding's weight, [rows, columns], from the gradients of the rows that `index` took.
@@ -120,13 +124,12 @@ int64_t embedding_gradient(const void* grads, int64_t grad_stride, const int64_t
 int64_t add_embedding_gradient(const float* base, const float* scale, const float* grads, const int64_t* index,
                                int64_t count, int64_t columns, int64_t padding_index, float* out, int64_t rows) {
   const float factor = scale ? *scale : 1.0f;
-  const int64_t row_bytes = columns * int64_t{sizeof(float)}, block = BLOCK_BYTES / (row_bytes + 1) + 1;
+  const int64_t block = BLOCK_BYTES / (columns * int64_t{sizeof(float)} + 1) + 1;
   const Sums<float> sums{grads, columns, index, count, padding_index, out, columns, columns};
   parallel_for((rows + block - 1) / block, 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin * block; row < end * block && row < rows; row += block) {
       const int64_t last = row + block < rows ? row + block : rows;
-      memset(out + row * columns, 0, static_cast<size_t>((last - row) * row_bytes));
-      sums.add(row, last, 0, columns);
+      sums.write(row, last);
 #pragma omp simd
       for (int64_t at = row * columns; at < last * columns; ++at) out[at] += base[at] * factor;
     }
