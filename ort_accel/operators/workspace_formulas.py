@@ -1,8 +1,8 @@
 """Bytes that attention and heads with their loss take while they run, as formulas of a node's operands.
 
-The native kernel for packed rows holds no scores, and packs dropout's mask as bits. Without it, attention with dropout
-multiplies some sequences at a time (`kernels/attention_packed.py`), and holds several values of the size of all their
-pairs. A mask that says which pairs attend (`kernels/attention_slim.py`) becomes numbers where the kernel reads it.
+The native kernel holds no scores, and packs dropout's mask as bits. Without it, attention with dropout multiplies some
+sequences at a time (`kernels/attention_packed.py`), and holds several values of the size of all their pairs. A mask
+that says which pairs attend (`kernels/attention_slim.py`) becomes numbers where PyTorch's kernel reads it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ort_accel.graph.nodes import fakes_in
 from ort_accel.graph.symbolic_sizes import hint, hinted_elements
 from ort_accel.kernels import linear_cross_entropy as head_loss
 from ort_accel.kernels import linear_token_scores as head_scores
 from ort_accel.kernels.attention_packed import pairs_at_once
+from ort_accel.kernels.attention_precision import FLASH_BACKWARD, FLASH_FORWARD, is_faster_in_float32
 from ort_accel.kernels.bit_mask import bytes_of
 from ort_accel.native.attention import takes
 
@@ -45,9 +47,14 @@ def packed_attention_backward(node: fx.Node) -> int:
 
 
 def slim_attention(node: fx.Node) -> int:
-    """The mask as numbers where PyTorch's kernel reads it."""
-    query, *_, allowed, _, _ = _values(node)
-    return 0 if allowed is None or takes((query,)) else _wide_bytes(allowed)
+    """Operands and results in single precision where that is faster, and the mask as numbers for PyTorch's kernel."""
+    *operands, allowed, _, _ = _values(node)
+    kernel, tensors = (FLASH_FORWARD, operands) if len(operands) == 3 else (FLASH_BACKWARD, operands[:-1])
+    dtype = tensors[0].dtype
+    mask = 0 if allowed is None or takes(tensors) else _wide_bytes(allowed)
+    if not is_faster_in_float32(kernel, dtype, max(hint(one.shape[2]) for one in tensors)):
+        return mask
+    return mask + sum(_wide_bytes(one) for one in (*tensors, *fakes_in(node.meta["val"])) if one.dtype == dtype)
 
 
 def linear_cross_entropy(node: fx.Node) -> int:
