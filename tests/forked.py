@@ -1,9 +1,13 @@
 """Processes that begin with everything imported, for tests in which processes die."""
 
 import multiprocessing
+import traceback
 from collections.abc import Callable
+from multiprocessing.queues import Queue
 from queue import Empty
 from typing import Any
+
+import pytest
 
 START = multiprocessing.get_context("forkserver")
 START.set_forkserver_preload(
@@ -16,10 +20,18 @@ START.set_forkserver_preload(
 )
 
 
+def answer(results: Queue, function: Callable[..., None], *args: Any) -> None:
+    """Calls a function, and puts the traceback of its error into the queue."""
+    try:
+        function(results, *args)
+    except BaseException:  # a failure of pytest is none of Exception
+        results.put(RuntimeError(traceback.format_exc()))
+
+
 def asked(function: Callable[..., None], *args: Any) -> Any:
     """Returns what a function puts into the queue that it is given first, in a process of its own."""
     results = START.Queue()
-    process = START.Process(target=function, args=(results, *args))
+    process = START.Process(target=answer, args=(results, function, *args))
     process.start()
     while True:
         is_running = process.is_alive()
@@ -27,6 +39,8 @@ def asked(function: Callable[..., None], *args: Any) -> Any:
             found = results.get(timeout=5)
         except Empty:
             assert is_running, f"the process ended with {process.exitcode} and without a result"
-        else:
-            process.join()
-            return found
+            continue
+        process.join()
+        if isinstance(found, RuntimeError):
+            pytest.fail(f"the process failed: {found}")
+        return found

@@ -155,13 +155,17 @@ class Generator:
         queue.spent_seconds += seconds
         if queue.spent_seconds < queue.delay_seconds:
             return
-        batch = [watched for waiting in queue.waiting if (watched := waiting()) is not None]
-        self.report.counters[KERNELS_AWAITED] -= len(queue.waiting) - len(batch)
-        queue.waiting, queue.spent_seconds = [], 0.0
-        for watched in batch:
-            watched.rest()
+        waiting, queue.waiting, queue.spent_seconds = queue.waiting, [], 0.0
+        batch = [watched for reference in waiting if (watched := reference()) is not None]
         generate = self._generate_clusters if way == CLUSTERS else self._generate_programs
-        threading.Thread(target=self._in_turn, args=(generate, batch), daemon=True, name="ort_accel kernels").start()
+        thread = threading.Thread(target=self._in_turn, args=(generate, batch), daemon=True, name="ort_accel kernels")
+        try:
+            thread.start()
+        except RuntimeError as error:
+            LOG.debug("%s; segments go on waiting for generated code", error)
+            queue.waiting += waiting
+        else:
+            self.report.counters[KERNELS_AWAITED] -= len(waiting) - len(batch)
 
     def trained(self, seconds: float) -> None:
         """Add the time of a training step that ran no segment: with generated code, it may run them again."""
@@ -170,6 +174,8 @@ class Generator:
 
     def _in_turn(self, generate: Callable[[Sequence[WatchedSegment]], None], batch: Sequence[WatchedSegment]) -> None:
         """Compile for some segments in one process."""
+        for watched in batch:
+            watched.rest()
         with self._slots:
             self.say_without(COMPILING)
             try:

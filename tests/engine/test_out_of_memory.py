@@ -1,6 +1,5 @@
 """A step for which there is no memory: an error that says what helps, and the next one trains on."""
 
-import json
 from unittest.mock import patch
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 
 import ort_accel
 from ort_accel.runtime.session import Session
-from tests.forked import START
+from tests.forked import asked
 from tests.memory_limit import memory_limit
 
 ENGINE = {"compile_evaluation": True, "compare_with_eager": False}
@@ -59,7 +58,7 @@ def found(model):
     return tried
 
 
-def main(folder):
+def main(results):
     torch.set_num_threads(1)
     mine, stock = ort_accel.accelerate(a_model(), QUIET), a_model()
     for rows in (4, 6):
@@ -74,17 +73,12 @@ def main(folder):
     seen["tried"] = found(mine)
     seen["small again"] = [step(mine, 1000), step(stock, 1000)]
     seen["compiled anew"] = ort_accel.report(mine).counters["compilations"] - compiled
-    (folder / "seen.json").write_text(json.dumps(seen))
+    results.put(seen)
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("memory")
-    process = START.Process(target=main, args=(folder,))
-    process.start()
-    process.join(100)
-    assert process.exitcode == 0
-    return json.loads((folder / "seen.json").read_text())
+def seen():
+    return asked(main)
 
 
 def test_the_error_is_pytorchs_and_says_what_helps(seen):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,7 +27,7 @@ from ort_accel.generated.trial import (
 from ort_accel.graph_cache.pickling import dumped, loaded
 from ort_accel.native.library import native_library
 from ort_accel.reporting.report import State
-from ort_accel.reporting.timings import KERNELS_READY, KERNELS_TRIED
+from ort_accel.reporting.timings import KERNELS_AWAITED, KERNELS_READY, KERNELS_TRIED
 from tests.generated.watched import MANY, Clock, Compiler, Watched, files, function, wait
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="the native library was not built")
@@ -381,6 +383,20 @@ def test_a_condition_gets_the_symbols_that_it_names(condition: str) -> None:
     guarded = trial._Guarded(None, Candidate(CLUSTERS, None, condition, 1))  # type: ignore[arg-type]
     assert guarded.holds({"s4": 2, "s77": 40, "u3": 9, "s1": 0}) is True
     assert guarded.holds({"s4": 1, "s77": 41, "u3": 10, "s1": 0}) is (condition == "True")
+
+
+def test_segments_wait_on_where_no_thread_can_be_started(
+    compiler: Compiler, kernels_win: None, runs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        watched()
+        assert watched.report.counters[KERNELS_AWAITED] == 1
+    watched.runs(MANY + 2)
+    assert runs[-1] == CLUSTERS
+    assert watched.report.counters[KERNELS_AWAITED] == 0
+    assert watched.report.notes == []
 
 
 def test_the_report_says_why_no_segment_uses_kernels(compiler: Compiler, clock: Clock) -> None:

@@ -195,11 +195,12 @@ class Watched:
         return args, found
 
     def runs(self, count: int = MANY) -> None:
-        """Compiles what is tried next, and runs it some times."""
+        """Compiles what is tried next, and runs it some times. Nothing is being compiled when it returns."""
         self()
         wait()
         for _ in range(count):
             self()
+        wait()
 
 
 def files(folder: Path) -> list[Path]:
