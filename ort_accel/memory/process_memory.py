@@ -109,10 +109,13 @@ class AllocationSampler:
         self._ended = Event()
         self._thread = Thread(target=self._sample, name="ort_accel memory", daemon=True)
         if self._most is not None:
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # there is no memory for a thread
+                self._most = None
 
     def end(self) -> int | None:
-        """Stop at the first call, and return the highest bytes until then; None if the C library has no answer."""
+        """Stop at the first call, and return the highest bytes until then; None if there is no answer."""
         if self._most is not None:
             self._ended.set()
             if self._thread is not current_thread():  # garbage collection in the thread itself may end the sampler

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from threading import Event
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,3 +27,8 @@ def test_the_thread_that_samples_may_end_the_sampler(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(process_memory, "in_use", ends_it)
     assert ended.wait(10)
     assert errors == []
+
+
+def test_without_memory_for_a_thread_there_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_memory.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    assert process_memory.AllocationSampler().end() is None
