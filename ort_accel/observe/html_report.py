@@ -139,7 +139,8 @@ def _runner_chart(caption: str, segments: Sequence[Data], amount: str) -> Markup
         }
         if part:
             whole = sum(by_runner.values())
-            bars.append((kind, by_runner, f"{percent(by_runner['ONNX Runtime'], whole)} of {short(whole)}"))
+            shares = {name: value / (whole or 1) for name, value in by_runner.items()}
+            bars.append((kind, shares, f"{percent(by_runner['ONNX Runtime'], whole)} of {short(whole)}"))
     return bar_chart(caption, bars, list(_RUNNERS.values()))
 
 
