@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "kernels/elements.h"
+#include "kernels/row_sums.h"
 
 namespace {
 
@@ -9,29 +10,6 @@ constexpr int64_t GRAIN = 1 << 14;
 constexpr int64_t MOST_BLOCKS = 32;
 
 inline int64_t rows_at_least(int64_t columns) { return columns < GRAIN ? GRAIN / (columns > 0 ? columns : 1) : 1; }
-
-struct Sums {
-  float first, second;
-};
-
-/// Adds `first(i)` and `second(i)` for all i below `count`: each half of them in sums of its own.
-template <typename First, typename Second>
-inline Sums sums_of(int64_t count, First first, Second second) {
-  const int64_t half = count / 2;
-  float a = 0, b = 0, c = 0, d = 0;
-#pragma omp simd reduction(+ : a, b, c, d)
-  for (int64_t at = 0; at < half; ++at) {
-    a += first(at);
-    b += first(at + half);
-    c += second(at);
-    d += second(at + half);
-  }
-  if (count % 2) {
-    a += first(count - 1);
-    c += second(count - 1);
-  }
-  return {a + b, c + d};
-}
 
 /// What a norm divides by and subtracts: a layer norm's statistics, or an RMS norm's, whose mean counts as 0.
 struct Statistics {
@@ -42,7 +20,7 @@ struct Statistics {
 /// The mean is corrected by what the differences from it add up to: rows far from 0 keep their digits.
 Statistics centered_statistics(const float* x, int64_t columns, float eps) {
   const float size = static_cast<float>(columns);
-  const float first = sums_of(columns, [=](int64_t at) { return x[at]; }, [](int64_t) { return 0.0f; }).first / size;
+  const float first = sum_of(columns, [=](int64_t at) { return x[at]; }) / size;
   const Sums sums = sums_of(
       columns, [=](int64_t at) { return x[at] - first; },
       [=](int64_t at) { return (x[at] - first) * (x[at] - first); });
@@ -53,7 +31,7 @@ Statistics centered_statistics(const float* x, int64_t columns, float eps) {
 template <bool CENTERED>
 Statistics statistics_of(const float* x, int64_t columns, float eps) {
   if (CENTERED) return centered_statistics(x, columns, eps);
-  const float squares = sums_of(columns, [=](int64_t at) { return x[at] * x[at]; }, [](int64_t) { return 0.0f; }).first;
+  const float squares = sum_of(columns, [=](int64_t at) { return x[at] * x[at]; });
   return {0.0f, 1.0f / __builtin_sqrtf(squares / static_cast<float>(columns) + eps)};
 }
 

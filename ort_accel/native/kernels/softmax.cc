@@ -1,5 +1,6 @@
 // Softmax over the last dimension, with a scale and an additive mask, forward and backward.
 #include "kernels/math.h"
+#include "kernels/row_sums.h"
 
 namespace {
 
@@ -35,20 +36,11 @@ float maximum_of(const float* x, int64_t columns) {
   return most;
 }
 
-/// Two sums: the second half of the row is added apart. A NaN anywhere makes the whole row NaN.
+/// A NaN anywhere makes the whole row NaN.
 void softmax_row(const float* x, int64_t columns, float* out) {
   const float most = maximum_of(x, columns);
-  const int64_t half = columns / 2;
-  float a = 0, b = 0;
-#pragma omp simd reduction(+ : a, b)
-  for (int64_t at = 0; at < half; ++at) {
-    out[at] = exp_of(x[at] - most);
-    out[at + half] = exp_of(x[at + half] - most);
-    a += out[at];
-    b += out[at + half];
-  }
-  if (columns % 2) a += out[columns - 1] = exp_of(x[columns - 1] - most);
-  scale_row(out, 1.0f / (a + b), columns, out);
+  const float sum = sum_of(columns, [=](int64_t at) { return out[at] = exp_of(x[at] - most); });
+  scale_row(out, 1.0f / sum, columns, out);
 }
 
 /// Computes `softmax(x * scale + mask)` for each row of scores. The mask may be null.
@@ -79,18 +71,6 @@ void softmax(const void* x, const void* mask, int64_t batch, int64_t heads, int6
   });
 }
 
-float product_of(const float* x, const float* y, int64_t columns) {
-  const int64_t half = columns / 2;
-  float a = 0, b = 0;
-#pragma omp simd reduction(+ : a, b)
-  for (int64_t at = 0; at < half; ++at) {
-    a += x[at] * y[at];
-    b += x[at + half] * y[at + half];
-  }
-  if (columns % 2) a += x[columns - 1] * y[columns - 1];
-  return a + b;
-}
-
 /// Computes the gradient of `x` from the softmax's result: `scale * result * (grad - sum(grad * result))`.
 void softmax_backward(const void* grad, const void* result, int64_t rows, int64_t columns, double scale,
                       int64_t element, void* grad_x) {
@@ -104,7 +84,7 @@ void softmax_backward(const void* grad, const void* result, int64_t rows, int64_
       const int64_t first = row * columns;
       const float* const grads = given.read(first, columns, buffer);
       const float* const y = results.read(first, columns, buffer + columns);
-      const float sum = product_of(grads, y, columns);
+      const float sum = sum_of(columns, [=](int64_t at) { return grads[at] * y[at]; });
       float* const placed = output.place(first, buffer);
 #pragma omp simd
       for (int64_t at = 0; at < columns; ++at) placed[at] = (grads[at] - sum) * y[at] * factor;
