@@ -7,7 +7,7 @@
 namespace {
 
 /// The numbers of a row that are added up before their sum is added to the row's: long rows lose fewer digits.
-constexpr int64_t BLOCK = 2048;
+constexpr int64_t BLOCK = 1024;
 
 struct Sums {
   float first, second;
