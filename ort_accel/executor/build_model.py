@@ -184,7 +184,7 @@ class _Builder:
         if is_getitem(node):
             whole, index = node.args
             return self.operand(cast("fx.Node", whole))[index]
-        if node.target in lowerings():
+        if node.target in lowerings() and node not in self._called:
             self._lower(node)
             return self._operands[node]
         return self._contiguous(node, self.strided(node))

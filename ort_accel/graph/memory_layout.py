@@ -12,11 +12,14 @@ Order = tuple[int, ...]
 
 
 def permuted_order(fake: torch.Tensor) -> Order | None:
-    """Returns the dimensions from the outermost in memory to the innermost; None if contiguous, or with gaps."""
+    """Returns the dimensions from the outermost in memory to the innermost; None if contiguous, or with gaps.
+
+    Dimensions with one entry come first: their strides mean nothing, and may differ between tensors that lie alike.
+    """
     strides = fake.stride()
-    order = sorted(range(fake.ndim), key=lambda dim: (-hint(strides[dim]), dim))
-    long_dims = [dim for dim in order if expression(fake.shape[dim]) != 1]
-    return tuple(order) if long_dims != sorted(long_dims) and _is_dense(fake, long_dims) else None
+    short = [dim for dim in range(fake.ndim) if expression(fake.shape[dim]) == 1]
+    long_dims = sorted(set(range(fake.ndim)).difference(short), key=lambda dim: (-hint(strides[dim]), dim))
+    return (*short, *long_dims) if long_dims != sorted(long_dims) and _is_dense(fake, long_dims) else None
 
 
 def is_plain(fake: torch.Tensor) -> bool:

@@ -67,7 +67,10 @@ class Assignment:
     runner: dict[fx.Node, Runner]
     refusals: dict[fx.Node, Refusal] = field(default_factory=dict)
     called: Calls = field(default_factory=dict)
-    """Nodes of ONNX Runtime's sessions that call a kernel of the native library, or else PyTorch's operator."""
+    """Nodes of ONNX Runtime's sessions that call a kernel of the native library, or else PyTorch's operator.
+
+    For a view that ONNX Runtime cannot take, it means that ONNX Runtime's own operators read a copy of it.
+    """
     has_calls: bool = False
     """True if sessions may call kernels, so that one session runs what it can of a whole graph."""
 
@@ -107,7 +110,7 @@ class Assignment:
         moved = [node for node in refused if not why_not_callable(node)]
         own = {node for node in moved if self._keeps_own_kernel(node)}
         refusals = {node: refusal for node, refusal in self.refusals.items() if node not in own and node not in kernels}
-        called = dict.fromkeys(node for node in moved if node not in own and not is_view(node))
+        called = dict.fromkeys(node for node in moved if node not in own)
         runner = self.runner | dict.fromkeys([*moved, *kernels], Runner.ORT)
         return Assignment(runner, refusals, called | kernels, has_calls=True)
 
@@ -116,11 +119,14 @@ class Assignment:
         return node not in self.refusals or self.refusals[node].reason not in (Reason.WISH, Reason.ENDED_RUNS)
 
     def _keeps_own_kernel(self, node: fx.Node) -> bool:
-        """True for a node refused for speed, whose results a call would copy. Nodes in halves are calls."""
+        """True for a node refused for speed that is a view, or whose results a call would copy.
+
+        Other nodes in halves are calls.
+        """
         if node not in self.refusals or self.refusals[node].reason not in FOR_SPEED:
             return False
         in_half = any(tensor.dtype in HALF_DTYPES for tensor in fakes_in(node.meta["val"]))
-        return not in_half and not is_view(node) and needs_copy(node)
+        return is_view(node) or (not in_half and needs_copy(node))
 
 
 def operands(node: fx.Node, make: Callable[[fx.Node], Any]) -> tuple[Any, Any]:

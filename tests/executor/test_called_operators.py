@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import ort_accel
 from ort_accel.native.library import native_library
+from ort_accel.partition.assign import Assignment, Refusal
+from ort_accel.reporting.fallbacks import Reason
 from ort_accel.reporting.segments import Runner
 from tests.executor.one_session import Compiled
 
@@ -79,6 +81,20 @@ def test_calls_return_what_eager_returns(name: str, dtype: torch.dtype) -> None:
             assert torch.equal(ours, eager)
             assert ours.stride() == eager.stride()
     assert set(compiled.operators) == {"AtenCall"}
+
+
+def test_a_view_that_onnx_runtime_cannot_take_is_copied() -> None:
+    """It has no kernel that expands bfloat16, and one that adds them up."""
+
+    def refused(given: Assignment) -> dict[fx.Node, Refusal]:
+        views = [node for node in given.runner if node.target is torch.ops.aten.expand.default]
+        return dict.fromkeys(views, Refusal(Reason.UNSUPPORTED_DTYPE))
+
+    x = normal(3, 1, 4, dtype=torch.bfloat16)
+    compiled = Compiled(lambda x: x.expand(3, 2, 4).clone(memory_format=torch.contiguous_format), (x,), refused=refused)
+    (found,) = compiled(x)
+    assert torch.equal(found, x.expand(3, 2, 4))
+    assert "Expand" not in compiled.operators
 
 
 def test_sizes_may_change() -> None:

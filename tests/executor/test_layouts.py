@@ -33,3 +33,16 @@ def test_pictures_of_several_sizes_train_where_channels_lie_last(order: torch.me
         assert_step_as_eager(eager, ours, pictures)
         compiled.append(compilations(ours))
     assert len(set(compiled[1:])) == 1
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_dimensions_with_one_entry_lie_anywhere_in_memory(place: int) -> None:
+    """A wrong order of dimensions that are all of the same size raises no error."""
+
+    class Biased(nn.Linear):
+        def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+            return (super().forward(x) + bias).sin().sum()
+
+    eager, ours = pair(Biased(4, 4), {"engine": {"compare_with_eager": False}})
+    bias = torch.randn(4, 4, 4).permute(2, 0, 1).unsqueeze(place)
+    assert_step_as_eager(eager, ours, torch.randn(4, 4, 4, 4), bias)
