@@ -3,18 +3,22 @@
 Models of pictures and text check through `torch._check_tensor_all` that tokens and parts of pictures match, and write
 both numbers into the error's text. Dynamo breaks the graph at the check, and compiles anew for each number in a text.
 PEFT's DoRA asks which package a weight's class is of, which Dynamo does not know for classes of torch.
+Gradient checkpointing in eager mode needs activations that require gradients, so hooks of transformers and PEFT, and
+some models, set `requires_grad` of an activation. Dynamo breaks the graph there; in a graph it has no effect.
 Private to torch; checked with torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import signature
+from typing import Any
 
 import torch
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import builtin
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.misc import GetAttrVariable, StringFormatVariable
@@ -22,6 +26,10 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from ort_accel.kernels.tensor_asserts import ASSERT_FAILED
+
+CHECKPOINTING_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
+"""Functions of transformers and of PEFT."""
+MODELS = "transformers.models."
 
 TENSOR_CHECKS = (torch._check_tensor_all, torch._check_tensor_all_with)
 
@@ -98,6 +106,50 @@ def _patch_names_of_modules() -> None:
     GetAttrVariable.call_method = call_method  # type: ignore[assignment, method-assign]
 
 
+def _patch_requires_grad() -> None:
+    """Leave an activation as it is where it is to require gradients for checkpointing in eager mode."""
+    set_attribute: Any = getattr(
+        builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable
+    )  # the second before torch 2.13
+    call_method, call_function = TensorVariable.call_method, set_attribute.call_function
+
+    def method(
+        self: TensorVariable,
+        tx: InstructionTranslatorBase,
+        name: str,
+        args: list[VariableTracker],
+        kwargs: dict[str, VariableTracker],
+    ) -> VariableTracker:
+        if name == "requires_grad_" and _is_for_checkpointing(self, tx, [*args, *kwargs.values()]):
+            return self
+        return call_method(self, tx, name, args, kwargs)
+
+    def function(
+        self: Any, tx: InstructionTranslatorBase, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+    ) -> VariableTracker:
+        if getattr(self, "fn", setattr) is setattr and len(args) == 3:
+            tensor, name, value = args
+            is_named = name.is_python_constant() and name.as_python_constant() == "requires_grad"
+            if is_named and _is_for_checkpointing(tensor, tx, [value]):
+                return ConstantVariable.create(None)
+        result: VariableTracker = call_function(self, tx, args, kwargs)
+        return result
+
+    TensorVariable.call_method = method  # type: ignore[method-assign]
+    set_attribute.call_function = function
+
+
+def _is_for_checkpointing(
+    tensor: VariableTracker, tx: InstructionTranslatorBase, values: list[VariableTracker]
+) -> bool:
+    """True if an activation, and no input of the graph, is to require gradients."""
+    is_known = tx.f_code.co_name in CHECKPOINTING_HOOKS or str(tx.f_globals.get("__name__")).startswith(MODELS)
+    is_activation = isinstance(tensor, TensorVariable) and tensor.source is None
+    is_true = all(value.is_python_constant() and value.as_python_constant() is True for value in values)
+    return is_by_engine() and is_known and is_activation and is_true
+
+
 _patch_names_of_modules()
+_patch_requires_grad()
 _patch_text_formatting()
 _patch_tensor_checks()

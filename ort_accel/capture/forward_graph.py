@@ -6,7 +6,7 @@ Private to torch; checked with torch 2.11 to 2.14.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -49,13 +49,25 @@ def _is_lost(node: fx.Node) -> bool:
     """True for a higher-order operator, but for a checkpoint without a policy of what is saved."""
     if node.target is not tag_activation_checkpoint:
         return isinstance(node.target, torch._ops.HigherOrderOperator)
-    name = cast("fx.Node", node.args[0]).target
-    body: fx.GraphModule = operator.attrgetter(str(name))(node.graph.owning_module)
+    body = _body(node)
     return (
         bool(node.kwargs.keys() - CHECKPOINT_OPTIONS)
         or "_checkpoint_context_fn" in body.meta
         or has_lost_backward(body)
     )
+
+
+def checkpointed_parts(module: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """Yields the graphs within the checkpoints of a graph, and within their checkpoints."""
+    for node in module.graph.find_nodes(op="call_function", target=tag_activation_checkpoint):
+        yield (body := _body(node))
+        yield from checkpointed_parts(body)
+
+
+def _body(checkpoint: fx.Node) -> fx.GraphModule:
+    name = cast("fx.Node", checkpoint.args[0]).target
+    body: fx.GraphModule = operator.attrgetter(str(name))(checkpoint.graph.owning_module)
+    return body
 
 
 @dataclass(frozen=True)

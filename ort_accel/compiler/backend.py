@@ -15,7 +15,7 @@ from ort_accel.capture.dynamic_shapes import ForeseenSizes
 from ort_accel.capture.dynamo import DYNAMO_ERRORS
 from ort_accel.capture.dynamo_failures import is_behind_graph_break
 from ort_accel.capture.extra_guards import add_extra_guards, original_functions
-from ort_accel.capture.forward_graph import ends_at_graph_break
+from ort_accel.capture.forward_graph import checkpointed_parts, ends_at_graph_break
 from ort_accel.capture.quantized_layers import capture_quantized_layers
 from ort_accel.capture.sdpa_backend import attention_backend
 from ort_accel.capture.traced_shapes import note_shapes
@@ -102,7 +102,8 @@ class Backend:
         self.comparison.captured(module)
         add_extra_guards(module.graph)
         self._follow_pytorch()
-        run_passes(module.graph, Stage.CAPTURED, self.lowering.passes, self.report)
+        for part in (module, *checkpointed_parts(module)):
+            run_passes(part.graph, Stage.CAPTURED, self.lowering.passes, self.report)
         self.skipping.graph_breaks |= ends_at_graph_break(module) or is_behind_graph_break()
         segments = len(self.report.segments)
         try:
