@@ -15,6 +15,7 @@ from ort_accel.compiler.refusals import refuse_unsupported
 from ort_accel.config import Config
 from ort_accel.config.load import ConfigSource, load_config
 from ort_accel.errors import OrtAccelError
+from ort_accel.hf.checkpointing_hooks import keep_hooks
 from ort_accel.hf.fused_head import write_out_heads
 from ort_accel.reporting.report import Report
 from ort_accel.zero3 import accelerate_partitioned, is_partitioned, zero_optimizer_in
@@ -42,6 +43,7 @@ def activate(model: nn.Module, config: Config, optimizer: object = None, earlier
     if not config.engine.enabled:
         return
     write_out_heads()
+    keep_hooks()
     if is_partitioned(model) and (zero := zero_optimizer_in(optimizer)) is not None:
         accelerate_partitioned(model, config, zero)
     elif is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]

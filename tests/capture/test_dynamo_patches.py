@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import ort_accel
+from ort_accel.hf.checkpointing_hooks import keep_hooks
 from ort_accel.reporting.report import State
 from tests.against_eager import assert_step_as_eager, assert_two_graphs_each_way, compilations, pair, report
 from tests.pictures import placed, tokens
@@ -117,3 +120,58 @@ def test_a_check_holds_where_rows_are_left_out_as_well() -> None:
             with pytest.raises(ValueError, match="9 tokens for 6 parts"):
                 ours(*inputs)
     assert report(ours).features["density.labels"].state is State.APPLIED
+
+
+def test_an_activation_that_is_to_require_gradients_for_checkpoints_divides_no_graph() -> None:
+    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    eager, ours = pair(T5ForConditionalGeneration(config).train())
+    for model in (eager, ours):
+        model.gradient_checkpointing_enable()
+    for rows in (8, 3):
+        ids = torch.randint(0, 40, (rows, 8))
+        assert_step_as_eager(eager, ours, input_ids=ids, labels=ids, use_cache=False)
+    assert not breaks(ours)
+
+
+class GradientOfPositions(nn.Module):
+    """Reads the gradient of an activation, as models of energies do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = (x * 2).detach().requires_grad_(True)
+        energy = self.layer(positions).sin().sum()
+        (force,) = torch.autograd.grad(energy, positions, create_graph=True)
+        return force.square().sum()
+
+
+def test_a_gradient_that_a_model_reads_is_as_in_eager_mode() -> None:
+    eager, ours = pair(GradientOfPositions())
+    for rows in (2, 3):
+        torch.testing.assert_close(ours(torch.ones(rows, 4)), eager(torch.ones(rows, 4)))
+
+
+def test_a_hook_for_checkpointing_divides_no_graph_and_is_added_once() -> None:
+    keep_hooks()
+    eager, ours = pair(llama_with_adapters())
+    compiled = []
+    for rows in (2, 3, 5, 2):
+        for model in (eager, ours):
+            model.gradient_checkpointing_disable()
+            model.gradient_checkpointing_enable()
+        ids = torch.randint(0, 40, (rows, 8))
+        assert_step_as_eager(eager, ours, input_ids=ids, labels=ids)
+        compiled.append(compilations(ours))
+    assert_two_graphs_each_way(compiled)
+    assert not breaks(ours)
+    assert len(ours.get_input_embeddings()._forward_hooks) == 1
+
+
+def llama_with_adapters() -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    return model.train()

@@ -100,6 +100,18 @@ def test_it_trains_as_in_eager_mode_in_one_session_a_direction(tmp_path, kind, n
     assert_whole_and_without_padding(ours, graphs=1)
 
 
+def test_checkpointed_layers_have_the_same_kernels(tmp_path):
+    """PEFT's `prepare_model_for_kbit_training` switches checkpointing on."""
+    eager, ours = qlora(tmp_path, four_bit()), ort_accel.accelerate(qlora(tmp_path, four_bit()))
+    for model in (eager, ours):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    assert_as_eager(eager, ours)
+    assert {"ort_accel.linear_4bit.default", "ort_accel.linear_4bit_backward.default"} & operators(ours)
+    assert ort_accel.report(ours).counters["fused rotary embeddings"] == 4
+    assert_whole_and_without_padding(ours, graphs=1)
+
+
 @pytest.mark.parametrize(
     "config",
     mostly_long(

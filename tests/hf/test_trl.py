@@ -101,7 +101,7 @@ def trained(tmp_path):
     set_seed(0)
     wide_llama().save_pretrained(tmp_path / "model")
 
-    def train(build, *callbacks, quantized=None, **common):
+    def train(build, *callbacks, quantized=None, checkpoints=False, **common):
         set_seed(0)
         kind = {rewards: partial(LlamaForSequenceClassification.from_pretrained, num_labels=1)}
         options = {} if quantized is None else {"quantization_config": quantized, "device_map": {"": "cpu"}}
@@ -111,7 +111,7 @@ def trained(tmp_path):
                 module.support_avx512bf16_for_cpu = False
 
         def args(kind, **more):
-            return arguments(tmp_path, kind, bf16=False, gradient_checkpointing=False, **more)
+            return arguments(tmp_path, kind, bf16=False, gradient_checkpointing=checkpoints, **more)
 
         trainer = build(args, model=model, processing_class=tokenizer(), callbacks=list(callbacks), **common)
         for parameter in trainer.model.parameters():
@@ -167,7 +167,10 @@ QUANTIZED = {
 )
 def test_adapters_train_as_in_eager_mode(build, weights, trained):
     config = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["score"] if build is rewards else None)
-    train = partial(trained, build, quantized=QUANTIZED[weights], peft_config=config)
+    checkpoints = (
+        weights != "8 bits"
+    )  # TRL's default; layers of 8 bits change within a checkpoint, which Dynamo refuses
+    train = partial(trained, build, quantized=QUANTIZED[weights], checkpoints=checkpoints, peft_config=config)
     eager, ours = train(), train(ORTAccelCallback(QUIET))
     assert losses(ours) == pytest.approx(losses(eager), abs=1e-4)
     for name, mine in ours.model.named_parameters():
@@ -176,6 +179,8 @@ def test_adapters_train_as_in_eager_mode(build, weights, trained):
     if QUANTIZED[weights] is not None:
         operators = {name for segment in ort_accel.report(ours.model).segments for name in segment.ops}
         assert f"ort_accel.linear_{weights[0]}bit.default" in operators
+    report = ort_accel.report(ours.model)
+    assert report.counters["compilations"] <= 6, "later steps compile as well"
     if build not in (packed, padding_free):
         assert is_captured_whole_without_padding(ours.model)
 
