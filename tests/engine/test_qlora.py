@@ -107,7 +107,7 @@ def test_checkpointed_layers_have_the_same_kernels(tmp_path):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     assert_as_eager(eager, ours)
-    assert {"ort_accel.linear_4bit.default", "ort_accel.linear_4bit_backward.default"} & operators(ours)
+    assert {"ort_accel.linear_4bit.default", "ort_accel.linear_4bit_backward.default"} <= operators(ours)
     assert ort_accel.report(ours).counters["fused rotary embeddings"] == 4
     assert_whole_and_without_padding(ours, graphs=1)
 
