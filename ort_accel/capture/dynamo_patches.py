@@ -5,6 +5,7 @@ both numbers into the error's text. Dynamo breaks the graph at the check, and co
 PEFT's DoRA asks which package a weight's class is of, which Dynamo does not know for classes of torch.
 Gradient checkpointing in eager mode needs activations that require gradients, so hooks of transformers and PEFT, and
 some models, set `requires_grad` of an activation. Dynamo breaks the graph there; in a graph it has no effect.
+The hook of NEFTune reads a number from a tensor, which it need not.
 Private to torch; checked with torch 2.11 to 2.14.
 """
 
@@ -14,13 +15,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import signature
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import builtin
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.misc import GetAttrVariable, StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -30,6 +34,8 @@ from ort_accel.kernels.tensor_asserts import ASSERT_FAILED
 CHECKPOINTING_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 """Functions of transformers and of PEFT."""
 MODELS = "transformers.models."
+
+NEFTUNE_HOOK = ("transformers.integrations.neftune", "neftune_post_forward_hook")
 
 TENSOR_CHECKS = (torch._check_tensor_all, torch._check_tensor_all_with)
 
@@ -108,9 +114,8 @@ def _patch_names_of_modules() -> None:
 
 def _patch_requires_grad() -> None:
     """Leave an activation as it is where it is to require gradients for checkpointing in eager mode."""
-    set_attribute: Any = getattr(
-        builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable
-    )  # the second before torch 2.13
+    # torch before 2.13 has no class for `setattr` alone
+    set_attribute: Any = getattr(builtin, "SetAttrBuiltinVariable", builtin.BuiltinVariable)
     call_method, call_function = TensorVariable.call_method, set_attribute.call_function
 
     def method(
@@ -149,7 +154,34 @@ def _is_for_checkpointing(
     return is_by_engine() and is_known and is_activation and is_true
 
 
+def _patch_neftune() -> None:
+    """Let the hook that adds noise to embeddings keep the bound of the noise in a tensor."""
+    original, with_noise = UserFunctionVariable.call_function, cast("FunctionType", _with_noise)
+
+    def call_function(
+        self: UserFunctionVariable,
+        tx: InstructionTranslatorBase,
+        args: list[VariableTracker],
+        kwargs: dict[str, VariableTracker],
+    ) -> VariableTracker:
+        is_hook = (self.fn.__module__, getattr(self.fn, "__name__", "")) == NEFTUNE_HOOK
+        function = UserFunctionVariable(with_noise) if is_by_engine() and is_hook else self
+        return original(function, tx, args, kwargs)
+
+    UserFunctionVariable.call_function = call_function  # type: ignore[method-assign]
+
+
+def _with_noise(module: Any, _: object, output: Tensor) -> Tensor:
+    """Does what the hook does, with one rounding more."""
+    if not module.training:
+        return output
+    width = output.new_full((), output.size(1) * output.size(2), dtype=torch.float32)
+    bound: Tensor = module.neftune_noise_alpha / width.sqrt()
+    return output + torch.zeros_like(output).uniform_(-1, 1) * bound
+
+
 _patch_names_of_modules()
+_patch_neftune()
 _patch_requires_grad()
 _patch_text_formatting()
 _patch_tensor_checks()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 import ort_accel
 from ort_accel.hf.checkpointing_hooks import keep_hooks
@@ -169,7 +172,22 @@ def test_a_hook_for_checkpointing_divides_no_graph_and_is_added_once() -> None:
     assert len(ours.get_input_embeddings()._forward_hooks) == 1
 
 
-def llama_with_adapters() -> nn.Module:
+def test_noise_in_embeddings_divides_no_graph() -> None:
+    eager, ours = pair(llama_with_adapters())
+    for model in (eager, ours):
+        embedding: Any = model.get_input_embeddings()
+        embedding.neftune_noise_alpha = 5.0
+        embedding.register_forward_hook(neftune_post_forward_hook)
+    compiled = []
+    for rows in (2, 3, 5, 2):
+        ids = torch.randint(0, 40, (rows, 8))
+        assert_step_as_eager(eager, ours, input_ids=ids, labels=ids)
+        compiled.append(compilations(ours))
+    assert_two_graphs_each_way(compiled)
+    assert not breaks(ours)
+
+
+def llama_with_adapters() -> Any:
     config = LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
     )
