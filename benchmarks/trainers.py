@@ -23,6 +23,7 @@ import torch
 import trl
 import typer
 from datasets import Dataset
+from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
@@ -62,6 +63,8 @@ class Case(StrEnum):
     """What is trained."""
 
     SFT = "sft"
+    ADAPTER = "adapter"
+    """LoRA, with gradient checkpointing as by TRL's default."""
     DPO = "dpo"
     EMBEDDINGS = "embeddings"
 
@@ -138,10 +141,15 @@ class _Running:
         self.trainer.model.zero_grad()
 
 
-def _sft(size: Size, callbacks: list[Any], folder: str) -> Trainer:
+def _sft(size: Size, callbacks: list[Any], folder: str, **more: Any) -> Trainer:
     rows = [{"prompt": _words(size, 20, 100), "completion": " " + _words(size, 10, 100)} for _ in range(200)]
-    how = {"train_dataset": Dataset.from_list(rows), "callbacks": callbacks}
-    return trl.SFTTrainer(_model(size, folder), _arguments(trl.SFTConfig, size, folder), **_texts(size), **how)
+    args = _arguments(trl.SFTConfig, size, folder, gradient_checkpointing="peft_config" in more)
+    how = {"train_dataset": Dataset.from_list(rows), "callbacks": callbacks, **_texts(size), **more}
+    return trl.SFTTrainer(_model(size, folder), args, **how)
+
+
+def _adapter(size: Size, callbacks: list[Any], folder: str) -> Trainer:
+    return _sft(size, callbacks, folder, peft_config=LoraConfig(r=8, target_modules="all-linear"))
 
 
 def _dpo(size: Size, callbacks: list[Any], folder: str) -> Trainer:
@@ -169,7 +177,7 @@ def _embeddings(size: Size, callbacks: list[Any], folder: str) -> Trainer:
     )
 
 
-_MAKE = {Case.SFT: _sft, Case.DPO: _dpo, Case.EMBEDDINGS: _embeddings}
+_MAKE = {Case.SFT: _sft, Case.ADAPTER: _adapter, Case.DPO: _dpo, Case.EMBEDDINGS: _embeddings}
 
 
 def _arguments(kind: Any, size: Size, folder: str, **more: Any) -> Any:
