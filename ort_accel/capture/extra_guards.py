@@ -80,7 +80,7 @@ def _is_replaced(name: str) -> bool:
 def _create(builder: GuardBuilder, guard: Guard, of_tensors: frozenset[str], traced: frozenset[CodeType]) -> None:
     """Add the guard of one compiled frame: the methods of its objects' classes, their code, and the hooks."""
     assert builder.check_fn_manager.output_graph is not None
-    objects = [builder.get(each) for each in builder.check_fn_manager.output_graph.guards if each.name]
+    objects = _guarded(builder, builder.check_fn_manager.output_graph.guards)
     classes = {each if isinstance(each, type) else type(each) for each in objects}
     names = {base: _inlined(base, traced) for each in classes for base in each.__mro__}
     names[Tensor] = of_tensors
@@ -101,6 +101,16 @@ def _create(builder: GuardBuilder, guard: Guard, of_tensors: frozenset[str], tra
 
     text = f"{len(functions)} inlined methods, and the hooks on all modules, are unchanged"
     builder.guard_manager.root.add_lambda_guard(is_unchanged, [text], guard.user_stack)
+
+
+def _guarded(builder: GuardBuilder, guards: Iterable[Guard]) -> Iterator[object]:
+    """Yield the objects that guards name."""
+    for each in guards:
+        if each.name:
+            try:
+                yield builder.get(each)
+            except AttributeError:  # before torch 2.13, a guard on the absence of an attribute names that attribute
+                continue
 
 
 def _inlined(owner: type, traced: frozenset[CodeType]) -> frozenset[str]:

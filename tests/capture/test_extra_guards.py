@@ -1,10 +1,13 @@
 """Only what somebody else has put into PyTorch's classes counts as a replacement."""
 
+from operator import attrgetter
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor, nn
 
 import ort_accel
-from ort_accel.capture.extra_guards import _is_replaced
+from ort_accel.capture.extra_guards import _guarded, _is_replaced
 
 
 def test_no_method_of_torch_itself_is_a_replacement():
@@ -25,3 +28,14 @@ def test_a_model_that_detaches_is_captured():
     ours(torch.randn(3, 4)).backward()
     assert not ort_accel.report(ours).fallbacks
     assert ort_accel.report(ours).segments
+
+
+def test_an_object_that_is_not_there_has_no_methods_to_guard():
+    """Before torch 2.13, Dynamo guards the absence of an attribute by the attribute's own name."""
+
+    class Builder:
+        def get(self, guard):
+            return attrgetter(guard.name)(torch)
+
+    guards = [SimpleNamespace(name=name) for name in ("nn.Linear", "nn.NoSuchLayer", "", "Tensor")]
+    assert list(_guarded(Builder(), guards)) == [nn.Linear, Tensor]
