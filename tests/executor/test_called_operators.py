@@ -84,7 +84,7 @@ def test_calls_return_what_eager_returns(name: str, dtype: torch.dtype) -> None:
 
 
 def test_a_view_that_onnx_runtime_cannot_take_is_copied() -> None:
-    """It has no kernel that expands bfloat16, and one that adds them up."""
+    """It has no kernel that expands bfloat16."""
 
     def refused(given: Assignment) -> dict[fx.Node, Refusal]:
         views = [node for node in given.runner if node.target is torch.ops.aten.expand.default]
